@@ -1,0 +1,1 @@
+"""Kernel ridge regression token mixers (Cubit) and Causal Energy Minimization in JAX."""

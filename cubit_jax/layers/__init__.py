@@ -1,0 +1,1 @@
+"""Linen modules: parameters and shapes; the maths is a call into ops/."""

@@ -1,0 +1,1 @@
+"""Device code only: imports jax and nothing of ours."""

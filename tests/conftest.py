@@ -1,0 +1,35 @@
+"""Settings that every test needs before jax is imported, and the helpers that compare arrays."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Sharding tests need eight devices; everything else runs on the first of them.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import numpy as np
+import pytest
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def _error(actual, expected):
+    """max|a - b| / max|b|, the measure of every accuracy limit here (absolute where the expected array is zero)."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, f"{actual.shape} is not {expected.shape}"
+    if actual.size == 0:
+        return 0.0
+    assert np.isfinite(actual).all(), "not finite"
+    return float(np.max(np.abs(actual - expected)) / (np.max(np.abs(expected)) or 1.0))
+
+
+@pytest.fixture(scope="session")
+def error():
+    return _error
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """golden(name) -> dict of float64 arrays from tests/golden/NAME.npz."""
+    return lambda name: dict(np.load(GOLDEN / f"{name}.npz"))

@@ -112,7 +112,7 @@ def test_per_shard_sums_heads_that_the_result_lacks(mesh, error):
         fn = partitioning.per_shard(summed, "BLHK,BLHK,H,BL->BLK")
         actual = jax.jit(jax.value_and_grad(loss(fn), argnums=(0, 1)))(query, gate)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
-        assert error(a, b) < 1e-6
+        assert error(a, b) < 1e-5
 
 
 def test_per_shard_takes_none_and_a_batch_of_one_and_refuses_odd_heads(mesh):

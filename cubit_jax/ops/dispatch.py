@@ -1,0 +1,86 @@
+"""Choice of an op's implementation, the same for every op.
+
+An implementation is `reference` (dense, for tests), `xla` (any device) or `pallas` (device code). It raises
+NotImplementedError, with the reason, for a valid input that it cannot do, and ValueError for a malformed one.
+"""
+
+import contextlib
+import contextvars
+import functools
+
+import jax
+from absl import logging
+
+_backend = contextvars.ContextVar("backend", default=None)
+_interpret = contextvars.ContextVar("interpret", default=False)
+
+
+@contextlib.contextmanager
+def backend(name):
+    """Within it, ops are traced for this backend ("cpu", "tpu", "gpu"): for ahead-of-time compilation.
+
+    Like every setting that is read while tracing, it does not reach a function that `jax.jit` has already traced.
+    """
+    token = _backend.set(name)
+    try:
+        yield
+    finally:
+        _backend.reset(token)
+
+
+@contextlib.contextmanager
+def interpret():
+    """Within it, implementation="pallas" runs the TPU kernels in Pallas' interpreter, on any device: for tests."""
+    token = _interpret.set(True)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def current_backend():
+    """The backend the computation is traced for: "cpu", "tpu" or "gpu"."""
+    return _backend.get() or jax.default_backend()
+
+
+def interpreting():
+    """Whether Pallas kernels are to be interpreted."""
+    return _interpret.get()
+
+
+@functools.cache
+def _log_once(message):
+    logging.info(message)
+
+
+def run(op, implementations, implementation, *args, **kwargs):
+    """Calls the implementation named, or for None the first that can do this input on this backend.
+
+    Args:
+      op: name of the op, for messages.
+      implementations: dict from name to function.
+      implementation: one of the names, used as it is; None tries `pallas` (on TPU and GPU) and then `xla`, and says
+        once in the log which was taken and why. `reference` is taken only by name.
+      *args, **kwargs: passed on.
+
+    Raises:
+      ValueError: unknown name.
+      NotImplementedError: no implementation can do this input.
+    """
+    if implementation is not None:
+        if implementation not in implementations:
+            raise ValueError(f"{implementation=} of {op} must be None or one of {sorted(implementations)}")
+        return implementations[implementation](*args, **kwargs)
+    platform = current_backend()
+    reasons = []
+    for name in ("pallas", "xla") if platform in ("tpu", "gpu") else ("xla",):
+        if name not in implementations:
+            continue
+        try:
+            out = implementations[name](*args, **kwargs)
+        except NotImplementedError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        _log_once(f"{op}: implementation {name} on {platform}" + "".join(f"; not {reason}" for reason in reasons))
+        return out
+    raise NotImplementedError(f"{op} on {platform}: " + "; ".join(reasons))

@@ -1,0 +1,25 @@
+"""Which columns a row sees: the one definition that dense, blockwise and decoding code share."""
+
+
+def visible(row, column, row_segments=None, column_segments=None, *, window=None, strict=False):
+    """Whether row i sees column j: causal, inside the sliding window, in the same segment, never padding.
+
+    Args:
+      row: [..., R] int, sequence index of each row (not the position within a document, which restarts).
+      column: [..., C] int, sequence index of each column.
+      row_segments, column_segments: [..., R] and [..., C] int, or both None. Segment 0 is padding: it sees nothing and
+        nothing sees it.
+      window: a row sees itself and the window - 1 columns before it; None is no limit.
+      strict: leave out the row's own column.
+
+    Returns:
+      [..., R, C] bool.
+    """
+    row, column = row[..., :, None], column[..., None, :]
+    mask = column < row if strict else column <= row
+    if window is not None:
+        mask &= row - column < window
+    if row_segments is not None:
+        row_segments, column_segments = row_segments[..., :, None], column_segments[..., None, :]
+        mask &= (row_segments == column_segments) & (column_segments != 0)
+    return mask

@@ -69,7 +69,7 @@ def get_config(size="125m"):
     config.data = data = ml_collections.ConfigDict()
     data.source = "stdlib"  # stdlib: this Python's own source code | files: text files by glob | tfds: a TFDS directory
     data.path = config_dict.placeholder(str)  # the glob, or the TFDS directory
-    data.heldout_path = config_dict.placeholder(str)  # None holds out a share of `path`, by a hash of each document's name
+    data.heldout_path = config_dict.placeholder(str)  # None holds out a share of `path` by a hash of the names
     data.heldout_fraction = 0.05
     data.text_field = "text"  # of .jsonl, .parquet and TFDS records
     data.tokenizer = config_dict.placeholder(str)  # a tokenizer.json; None trains a byte-level BPE on the training part

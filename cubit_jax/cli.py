@@ -1,8 +1,11 @@
-"""What the command-line programs share: one-line errors, flag parsing and a progress display."""
+"""What the command-line programs share: one-line errors and flag parsing."""
 
+import os
+import re
 import sys
 
 from absl import app, flags, logging
+from ml_collections import config_flags
 
 
 class UserError(Exception):
@@ -18,14 +21,10 @@ def run(main, required=()):
     """
     def parse(argv):
         try:
-            rest = flags.FLAGS(argv, known_only=False)
-            if len(rest) > 1:
-                raise UserError(f"unexpected argument {rest[1]!r}: flags start with --; see --help")
-            for name in required:
-                if flags.FLAGS[name].value is None:
-                    raise UserError(f"--{name} is missing: give --{name}=...; see --help")
-            return rest
-        except (flags.Error, UserError, AttributeError, KeyError, ValueError, TypeError, OSError) as error:
+            return _parse(argv, required)
+        except (KeyError, AttributeError) as error:
+            fail(_unknown_field(error))
+        except (flags.Error, UserError, ValueError, TypeError, OSError) as error:
             fail(error)
 
     def guarded(_):
@@ -33,12 +32,72 @@ def run(main, required=()):
             sys.exit(main())
         except UserError as error:
             fail(error)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr, flush=True)
+            sys.exit(130)
 
     logging.set_verbosity(logging.INFO)
+    logging.get_absl_handler().addFilter(_is_ours_or_warning)
     app.run(guarded, flags_parser=parse)
+
+
+def define_config():
+    """Defines --config, a config file whose fields are flags of their own (`--config.optimizer.learning_rate=1e-3`)."""
+    holder = config_flags.DEFINE_config_file(
+        "config", None, "Config file and size, as configs/cubit.py:tiny; sizes are tiny, 125m, 350m and 1p3b. Every "
+        "field in configs/base.py is a flag too: --config.num_steps=1000 --config.optimizer.learning_rate=1e-3 "
+        "--config.model.mixers='(\"cubit\",\"attention\")'. They must stand after --config.")
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # --help shows the program's own flags
+    return holder
 
 
 def fail(error):
     """Prints the error as one line and ends the process with exit code 1."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     sys.exit(1)
+
+
+def _parse(argv, required):
+    if path := _config_path(argv):
+        if not os.path.isfile(path):
+            raise UserError(f"--config={path}: there is no such file; try configs/cubit.py:tiny")
+        # A family's file imports configs/base.py, also when the program is started from another folder.
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(path))))
+    try:
+        rest = flags.FLAGS(argv, known_only=False)
+    except SystemExit:  # --help was answered: absl ends with 1, which a script would take for a failure
+        sys.exit(0)
+    except flags.IllegalFlagValueError as error:
+        if "Traceback" not in str(error):
+            raise
+        raise UserError(f"--config={path}: {str(error).strip().splitlines()[-1].partition(': ')[2]}") from None
+    if len(rest) > 1:
+        raise UserError(f"unexpected argument {rest[1]!r}: flags start with --; see --help")
+    for name in required:
+        if flags.FLAGS[name].value is None:
+            raise UserError(f"--{name} is missing: give --{name}=...; see --help")
+    return rest
+
+
+def _config_path(argv):
+    """The file that --config names, without the size; None where it is not given."""
+    for argument, following in zip(argv[1:], [*argv[2:], ""]):
+        name, equals, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and name == "config":
+            return (value if equals else following).partition(":")[0]
+    return None
+
+
+def _unknown_field(error):
+    """One line for a field that the config does not have: ml_collections puts the nearest name into its message."""
+    near = re.search(r'mean "(.*)" instead of "(.*)"', str(error))
+    if near:
+        return f"the config has no field {near[2]!r}: did you mean {near[1]!r}?"
+    name = re.findall(r"\w+", str(error))[-1]
+    return f"the config has no field {name!r}: configs/base.py lists them all"
+
+
+def _is_ours_or_warning(record):
+    """Checkpoint and data libraries log every internal step; only their warnings are for the user."""
+    return record.levelno > logging.converter.absl_to_standard(logging.INFO) or not re.search(
+        r"[/\\](orbax|grain|jax)[/\\]", record.pathname)

@@ -1,0 +1,137 @@
+"""The Cubit mixer: kernel ridge regression over the tokens (arXiv 2605.06501)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from cubit_jax import ops
+from cubit_jax.layers.common import (
+    Mixer,
+    at_least_float32,
+    record,
+    records_diagnostics,
+    token_positions,
+    write_cache,
+)
+from cubit_jax.partitioning import per_shard
+
+_MIN_NORM = 1e-6
+
+
+def normalize_reference(r, scale):
+    """max(gamma, 0) * r / max(||r||, 1e-6): r [B, L, H, K], scale gamma [H] -> the same shape and dtype as r.
+
+    A gamma below 0 would make each diagonal entry the smallest of its row and the solution explode, hence the floor.
+    The norm is clipped before the root is taken: the gradient at r = 0 is then 0 and not NaN.
+    """
+    wide = r.astype(at_least_float32(r.dtype))
+    square = jnp.maximum(jnp.sum(jnp.square(wide), axis=-1, keepdims=True), _MIN_NORM**2)
+    scale = jnp.maximum(scale, 0.0).astype(wide.dtype)[:, None]
+    return (scale * wide * jax.lax.rsqrt(square)).astype(r.dtype)
+
+
+class CubitMixer(Mixer):
+    """o = A u with (P + lambda I) u = s * v; A is the attention of q and k (arXiv 2605.06501, eq. 13, appendix H).
+
+    P is the row softmax of r_i . rn_j over the visible j, rn the reference embedding scaled to a learned norm. s is
+    the Limited-Range Rescale, in (low, low + range). The cache holds k, u and rn (with reference="shared" k and u):
+    u of a token depends only on the tokens before it, so that it never changes.
+
+    Learned, a head: reference_scale, log_ridge and, with the rescale, lrr_low and lrr_range.
+    """
+
+    lrr: bool = True  # Limited-Range Rescale; False is s = 1
+    reference: str = "independent"  # r has its own projection | shared: r is k
+    ridge_init: float = 1e-10
+    lrr_low_init: float = 0.5
+    lrr_range_init: float = 1.5
+    reference_scale_init: float = 1.0
+
+    def __post_init__(self):
+        if self.reference not in ("independent", "shared"):
+            raise ValueError(f"reference={self.reference!r} must be independent or shared")
+        if not self.ridge_init > 0:
+            raise ValueError(f"ridge_init={self.ridge_init} must be above 0: it is learned as its logarithm")
+        super().__post_init__()
+
+    def cache_dtypes(self, dtype):
+        # u can be a thousand times as large as v and is subtracted from: it stays float32.
+        dtypes = {"k": dtype, "u": at_least_float32(dtype)}
+        return dtypes if self.reference == "shared" else dtypes | {"rn": dtype}
+
+    def expected_parameters(self, model_dim):
+        """The number of parameters in closed form."""
+        projections = 5 if self.reference == "independent" else 4
+        rescale = (model_dim + 2) * self.num_heads if self.lrr else 0
+        return projections * model_dim * self.num_heads * self.head_dim + 2 * self.num_heads + rescale
+
+    @nn.compact
+    def __call__(self, x, *, positions=None, segment_ids=None, cache=None, prefill=False):
+        positions = token_positions(x, positions, cache, prefill)
+        q = self.rotate(self.project(x, "q_proj"), positions)
+        k = self.rotate(self.project(x, "k_proj"), positions)
+        v = self.project(x, "v_proj")
+        # Rotation keeps norms, so the reference is rotated once and scaled afterwards.
+        r = k if self.reference == "shared" else self.rotate(self.project(x, "r_proj"), positions)
+        gamma = self._per_head("reference_scale", self.reference_scale_init)
+        rn = normalize_reference(r, gamma)
+        ridge = jnp.exp(self._per_head("log_ridge", math.log(self.ridge_init)).astype(at_least_float32(self.dtype)))
+        rhs = v.astype(at_least_float32(v.dtype))
+        if self.lrr:
+            rescale = self._rescale(x, segment_ids)
+            rhs = rescale[..., None] * rhs
+        self._diagnose(r, rn, ridge, segment_ids)
+
+        if cache is None or prefill:
+            solve = per_shard(
+                lambda r, rn, rhs, ridge, segment_ids: ops.kernel_solve(
+                    r, rn, rhs, ridge=ridge, segment_ids=segment_ids, window=self.window,
+                    implementation=self.implementation),
+                "BLHK,BLHK,BLHK,H,BL->BLHK")
+            u = solve(r, rn, rhs, ridge, segment_ids)
+            o = self.attend(q, k, u, segment_ids)
+            if cache is not None:
+                shared = self.reference == "shared"
+                new_cache = write_cache(cache, prefill, k=k, u=u, **({} if shared else {"rn": rn}))
+        else:
+            start = cache["length"]
+            if self.reference == "shared":
+                new_cache = write_cache(cache, prefill, k=k)
+                references = normalize_reference(new_cache["k"], gamma)
+            else:
+                new_cache = write_cache(cache, prefill, k=k, rn=rn)
+                references = new_cache["rn"]
+            u = ops.kernel_solve_cached(r, references, cache["u"], rhs, start, ridge=ridge, window=self.window)
+            new_cache |= write_cache(cache, prefill, u=u)
+            o = ops.attention_cached(q, new_cache["k"], new_cache["u"], start, window=self.window)
+        y = self.project_out(o, x.shape[-1])
+        return y if cache is None else (y, new_cache)
+
+    def _per_head(self, name, value):
+        return self.param(name, nn.initializers.constant(value), (self.num_heads,), self.param_dtype)
+
+    def _rescale(self, x, segment_ids):
+        """s [B, L, H] in (low, low + range)."""
+        low = self._per_head("lrr_low", self.lrr_low_init)
+        span = self._per_head("lrr_range", self.lrr_range_init)
+        rescale = low + span * nn.sigmoid(self.project_to_heads(x, "lrr_proj"))
+        if records_diagnostics(self):
+            real = True if segment_ids is None else (segment_ids != 0)[..., None]
+            record(self, "rescale_min", jnp.min(rescale, where=real, initial=jnp.inf))
+            record(self, "rescale_max", jnp.max(rescale, where=real, initial=-jnp.inf))
+        return rescale
+
+    def _diagnose(self, r, rn, ridge, segment_ids):
+        """Records what tells whether the solve is healthy: the ridge and the smallest diagonal of the system."""
+        if not records_diagnostics(self):
+            return
+        record(self, "ridge_min", jnp.min(ridge))
+        record(self, "ridge_max", jnp.max(ridge))
+        diagonal = per_shard(
+            lambda r, rn, ridge, segment_ids: ops.system_diagonal(
+                r, rn, ridge, segment_ids=segment_ids, window=self.window, scale=1.0),
+            "BLHK,BLHK,H,BL->BLH")(r, rn, ridge, segment_ids)
+        real = True if segment_ids is None else (segment_ids != 0)[..., None]
+        record(self, "diagonal_min", jnp.min(diagonal, where=real, initial=jnp.inf))

@@ -1,0 +1,61 @@
+"""The DeltaFormer mixer: the delta rule in the kernel's feature space (arXiv 2505.19488)."""
+
+from flax import linen as nn
+
+from cubit_jax import ops
+from cubit_jax.layers.common import Mixer, at_least_float32, token_positions, write_cache
+from cubit_jax.partitioning import per_shard
+
+
+class DeltaFormerMixer(Mixer):
+    """o = A u with u_i = v_i - beta_i sum_{j<i} P_ij u_j, where A is the attention of q and k (arXiv 2505.19488).
+
+    P is the row softmax of w_i . k_j / sqrt K over the visible j < i; beta is linear in x, one a head, not squashed.
+    The cache holds k and u.
+    """
+
+    projection: str = "own"  # w has its own projection | shared: w is k
+
+    def __post_init__(self):
+        if self.projection not in ("own", "shared"):
+            raise ValueError(f"projection={self.projection!r} must be own or shared")
+        super().__post_init__()
+
+    def cache_dtypes(self, dtype):
+        return {"k": dtype, "u": at_least_float32(dtype)}
+
+    def expected_parameters(self, model_dim):
+        """The number of parameters in closed form."""
+        projections = 5 if self.projection == "own" else 4
+        return projections * model_dim * self.num_heads * self.head_dim + (model_dim + 1) * self.num_heads
+
+    @nn.compact
+    def __call__(self, x, *, positions=None, segment_ids=None, cache=None, prefill=False):
+        positions = token_positions(x, positions, cache, prefill)
+        q = self.rotate(self.project(x, "q_proj"), positions)
+        k = self.rotate(self.project(x, "k_proj"), positions)
+        v = self.project(x, "v_proj")
+        w = k if self.projection == "shared" else self.rotate(self.project(x, "w_proj"), positions)
+        beta = self.project_to_heads(x, "beta_proj", use_bias=True)
+        rhs = v.astype(at_least_float32(v.dtype))
+        scale = self.head_dim**-0.5
+
+        if cache is None or prefill:
+            solve = per_shard(
+                lambda w, k, rhs, beta, segment_ids: ops.kernel_solve(
+                    w, k, rhs, beta=beta, segment_ids=segment_ids, window=self.window, scale=scale,
+                    implementation=self.implementation),
+                "BLHK,BLHK,BLHK,BLH,BL->BLHK")
+            u = solve(w, k, rhs, beta, segment_ids)
+            o = self.attend(q, k, u, segment_ids)
+            if cache is not None:
+                new_cache = write_cache(cache, prefill, k=k, u=u)
+        else:
+            start = cache["length"]
+            new_cache = write_cache(cache, prefill, k=k)
+            u = ops.kernel_solve_cached(w, new_cache["k"], cache["u"], rhs, start, beta=beta, window=self.window,
+                                        scale=scale)
+            new_cache |= write_cache(cache, prefill, u=u)
+            o = ops.attention_cached(q, new_cache["k"], new_cache["u"], start, window=self.window)
+        y = self.project_out(o, x.shape[-1])
+        return y if cache is None else (y, new_cache)

@@ -1,5 +1,6 @@
 """Settings that every test needs before jax is imported, and the helpers that compare arrays."""
 
+import importlib
 import os
 import pathlib
 
@@ -33,3 +34,18 @@ def error():
 def golden():
     """golden(name) -> dict of float64 arrays from tests/golden/NAME.npz."""
     return lambda name: dict(np.load(GOLDEN / f"{name}.npz"))
+
+
+def _micro_config(family="cubit", **fields):
+    config = importlib.import_module(f"configs.{family}").get_config("tiny")
+    config.model.update(vocab_size=300, num_layers=2, model_dim=16, num_heads=2, head_dim=8, mlp_dim=32)
+    config.update(seq_len=32, batch_size=8, num_steps=20)
+    config.optimizer.warmup_steps = 4
+    config.update_from_flattened_dict(fields)
+    return config
+
+
+@pytest.fixture(scope="session")
+def micro_config():
+    """micro_config(family, **{"model.dropout": 0.1}) -> a run that compiles and trains in seconds."""
+    return _micro_config

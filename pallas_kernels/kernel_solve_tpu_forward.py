@@ -1,0 +1,239 @@
+"""Forward pass of the triangular system on a TPU: one kernel, two products a tile."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.blocks_tpu import (
+    FLOOR,
+    LANES,
+    LOG2_E,
+    MASKED,
+    UNSEEN,
+    block,
+    causal,
+    column_to_row,
+    dot,
+    dot_float32,
+    fold_lanes,
+    head,
+    hide,
+    invert,
+    iota,
+    output_type,
+    row_to_column,
+    visible,
+    widen,
+)
+
+
+def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, interpret):
+    """u and, with residuals, what the backward pass needs.
+
+    query, key, rhs: [B, L, H * K]; ridge: [B * H] or None; beta: [B * H / heads, heads, L] or None; segments: a pair
+    (rows [B, L, 128], columns [B, 1, L]) or None. Returns (u [B, L, H * K],) or (u, lse, inverse, row_sum or None) with
+    lse [B * H / heads, heads, L] in base 2, inverse [B, L, H * 128]: float32; row_sum [B, L, H * K] = P u of DeltaFormer.
+    """
+    s = settings
+    batch, length, width = query.shape
+    groups = width // (s.heads * s.head_dim)  # groups of heads
+
+    def row_spec(lanes):
+        return pl.BlockSpec((1, s.rows, lanes), lambda g, i, j: (g_batch(g), i, g_lane(g)))
+
+    def g_batch(g):
+        return jax.lax.div(g, groups)
+
+    def g_lane(g):
+        return jax.lax.rem(g, groups)
+
+    def column_block(i, j):
+        return jnp.minimum(s.first_tile(i) + j, s.diagonal_tile(i))
+
+    tile_lanes = s.heads * s.head_dim
+    row_of_lanes = pl.BlockSpec((1, s.heads, s.rows), lambda g, i, j: (g, 0, i))
+    key_spec = pl.BlockSpec((1, s.columns, tile_lanes), lambda g, i, j: (g_batch(g), column_block(i, j), g_lane(g)))
+    inputs = [query, key, rhs]
+    in_specs = [row_spec(tile_lanes), key_spec, row_spec(tile_lanes)]
+    if s.strict:
+        inputs.append(beta)
+        in_specs.append(row_of_lanes)
+    else:
+        inputs.append(ridge)
+        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    if s.segments:
+        inputs += segments
+        in_specs += [
+            pl.BlockSpec((1, s.rows, LANES), lambda g, i, j: (g_batch(g), i, 0)),
+            pl.BlockSpec((1, 1, s.columns), lambda g, i, j: (g_batch(g), 0, column_block(i, j))),
+        ]
+    shape = output_type(inputs)
+    out_shape = [shape((batch, length, width), jnp.float32)]
+    out_specs = [row_spec(tile_lanes)]
+    if residuals:
+        out_shape += [
+            shape((batch * groups, s.heads, length), jnp.float32),
+            shape((batch, length, groups * s.heads * LANES), jnp.float32),
+        ]
+        out_specs += [row_of_lanes, row_spec(s.heads * LANES)]
+        if s.strict:
+            out_shape.append(shape((batch, length, width), s.dtype))
+            out_specs.append(row_spec(tile_lanes))
+    return pl.pallas_call(
+        functools.partial(_kernel, settings=s, residuals=residuals),
+        out_shape=out_shape,
+        grid=(batch * groups, s.num_row_blocks, s.num_steps),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        scratch_shapes=[
+            pltpu.VMEM((s.heads, s.rows, LANES), jnp.float32),  # running maximum, all lanes equal
+            pltpu.VMEM((s.heads, s.rows, LANES), jnp.float32),  # running sum of the weights, a part in each lane
+            pltpu.VMEM((s.heads, s.rows, s.head_dim), jnp.float32),  # weights times u
+            pltpu.VMEM((s.heads, length, s.head_dim), s.dtype),  # u, for the products of later rows
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=s.vmem_limit
+        ),
+        interpret=interpret,
+        name="kernel_solve_tpu_forward",
+    )(*inputs)
+
+
+def _kernel(*refs, settings, residuals):
+    s = settings
+    refs = list(refs)
+    query, key, rhs, diagonal = (refs.pop(0) for _ in range(4))
+    row_segments, column_segments = (refs.pop(0), refs.pop(0)) if s.segments else (None, None)
+    maximum, total, weighted, u_low = refs[-4:]
+    outputs = refs[:-4]
+    group, i, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    j = s.first_tile(i) + step
+    last = s.diagonal_tile(i)
+    remainder = i - last * (s.columns // s.rows)  # row blocks between the start of the last tile and the diagonal
+
+    @pl.when(step == 0)
+    def _():
+        maximum[...] = jnp.full_like(maximum, FLOOR)
+        total[...] = jnp.zeros_like(total)
+        weighted[...] = jnp.zeros_like(weighted)
+
+    def tile(width):
+        """The first `width` columns of tile j, all of them before the diagonal block."""
+        mask = visible(
+            s,
+            (s.rows, width),
+            0,
+            i * s.rows - j * s.columns,
+            row_segments[0] if s.segments else None,
+            column_segments[0, :, :width] if s.segments else None,
+        )
+        for h in range(s.heads):
+            scores = dot(query[0, :, head(s, h)], key[0, :width, head(s, h)], (1, 1), s.precise) * s.log2_scale
+            weights, rescale = _accumulate(maximum, total, h, slice(None), hide(scores, mask, MASKED))
+            start = pl.multiple_of(j * s.columns, s.columns)
+            weighted[h] = weighted[h] * widen(rescale, s.head_dim) + dot(
+                weights.astype(s.dtype), u_low[h, pl.ds(start, width)], precise=s.precise
+            )
+
+    @pl.when(j < last)
+    def _():
+        tile(s.columns)
+
+    for n in range(1, s.columns // s.rows):
+
+        @pl.when((j == last) & (remainder == n))
+        def _(n=n):
+            tile(n * s.rows)
+
+    @pl.when(j == last)
+    def _():
+        offset = pl.multiple_of(remainder * s.rows, s.rows)
+        first_row = pl.multiple_of(i * s.rows, s.rows)
+        _diagonal_block(
+            s,
+            outputs,
+            query,
+            key.at[0, pl.ds(offset, s.rows)],
+            rhs,
+            (lambda h: diagonal[0, h : h + 1]) if s.strict else (lambda h: diagonal[group * s.heads + h]),
+            row_segments,
+            column_segments.at[0, :, pl.ds(offset, s.rows)] if s.segments else None,
+            (maximum, total, weighted, u_low.at[:, pl.ds(first_row, s.rows)]),
+            residuals,
+        )
+
+
+def _accumulate(maximum, total, h, rows, scores):
+    """One step of the running softmax: the unnormalised weights and the factor of what was summed before."""
+    before = maximum[h, rows]
+    after = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp2(scores - widen(after, scores.shape[1]))
+    rescale = jnp.exp2(before - after)
+    maximum[h, rows] = after
+    total[h, rows] = total[h, rows] * rescale + fold_lanes(weights)
+    return weights, rescale
+
+
+def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_segments, scratch, residuals):
+    """Finishes the softmax of a row block and solves for its u."""
+    maximum, total, weighted, u_low = scratch
+    blocks = range(s.rows // LANES)
+    identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
+    pairs = [(h, b) for h in range(s.heads) for b in blocks]
+    before, own, system, scale = {}, {}, [], {}
+    for h, b in pairs:
+        width = (b + 1) * LANES
+        scores = dot(query[0, block(b), head(s, h)], key[:width, head(s, h)], (1, 1), s.precise) * s.log2_scale
+        mask = visible(
+            s,
+            (LANES, width),
+            0,
+            b * LANES,
+            row_segments[0, block(b)] if s.segments else None,
+            column_segments[:, :width] if s.segments else None,
+        )
+        scores = hide(scores, mask, MASKED)
+        edge = jnp.where(causal(s, 0, s.strict), scores[:, block(b)], MASKED)
+        scores = jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
+        weights, rescale = _accumulate(maximum, total, h, block(b), scores)
+        weighted[h, block(b)] = weighted[h, block(b)] * widen(rescale, s.head_dim)
+        before[h, b] = weights[:, : b * LANES].astype(s.dtype)
+        own[h, b] = weights[:, block(b)]
+        norm = jnp.broadcast_to(jnp.sum(total[h, block(b)], axis=1, keepdims=True), (LANES, LANES))
+        log_norm = maximum[h, block(b)] + jnp.log(norm) * LOG2_E
+        if s.strict or s.segments:  # some rows see nothing
+            seen = norm > 0
+            norm = jnp.where(seen, 1.0 / jnp.where(seen, norm, 1.0), 0.0)
+            log_norm = jnp.where(seen, log_norm, UNSEEN)
+        else:
+            norm = 1.0 / norm
+        if residuals:
+            outputs[1][0, h : h + 1, block(b)] = column_to_row(log_norm)
+        if s.strict:
+            scale[h, b] = norm * row_to_column(diagonal(h)[:, block(b)])
+            system.append(own[h, b] * scale[h, b] + identity)
+            if residuals:
+                own[h, b] = (own[h, b].astype(s.dtype), norm)
+        else:
+            scale[h, b] = norm
+            system.append(own[h, b] * norm + diagonal(h) * identity)
+    inverses = dict(zip(pairs, invert(system, s.precise)))
+    for b in blocks:
+        for h in range(s.heads):
+            known = weighted[h, block(b)]
+            if b:
+                known = known + dot(before[h, b], u_low[h, : b * LANES], precise=s.precise)
+            known_scale = widen(scale[h, b], s.head_dim)
+            target = rhs[0, block(b), head(s, h)].astype(jnp.float32) - known_scale * known
+            u = dot_float32(inverses[h, b], target, s.precise)
+            outputs[0][0, block(b), head(s, h)] = u
+            u_low[h, block(b)] = u.astype(s.dtype)
+            if residuals:
+                outputs[2][0, block(b), h * LANES : (h + 1) * LANES] = inverses[h, b]
+                if s.strict:
+                    weights, norm = own[h, b]
+                    known = known + dot(weights, u_low[h, block(b)], precise=s.precise)
+                    outputs[3][0, block(b), head(s, h)] = (widen(norm, s.head_dim) * known).astype(s.dtype)

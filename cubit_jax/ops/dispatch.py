@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 _backend = contextvars.ContextVar("backend", default=None)
-_interpret = contextvars.ContextVar("interpret", default=False)
+_interpret = contextvars.ContextVar("interpret", default=None)
 
 
 @contextlib.contextmanager
@@ -29,9 +29,9 @@ def backend(name):
 
 
 @contextlib.contextmanager
-def interpret():
-    """Within it, implementation="pallas" runs the TPU kernels in Pallas' interpreter, on any device: for tests."""
-    token = _interpret.set(True)
+def interpret(platform="tpu"):
+    """Within it, implementation="pallas" runs this platform's kernels in Pallas' interpreter: for tests."""
+    token = _interpret.set(platform)
     try:
         yield
     finally:
@@ -43,9 +43,17 @@ def current_backend():
     return _backend.get() or jax.default_backend()
 
 
-def interpreting():
-    """Whether Pallas kernels are to be interpreted."""
-    return _interpret.get()
+def kernel_platform():
+    """("tpu" or "gpu", whether to interpret): whose Pallas kernels implementation="pallas" runs.
+
+    Raises:
+      NotImplementedError: neither is the backend.
+    """
+    if _interpret.get() is not None:
+        return _interpret.get(), True
+    if current_backend() not in ("tpu", "gpu"):
+        raise NotImplementedError(f"pallas needs a TPU or a GPU, and the backend is {current_backend()}")
+    return current_backend(), False
 
 
 @functools.cache

@@ -1,0 +1,85 @@
+"""Attention and the triangular system for new tokens beside a cache of the earlier ones.
+
+The system is lower triangular, so u of a token depends only on the tokens up to it and never changes. For a new one
+    u_t = (rhs_t - c_t * sum_{j<t} P_tj u_j) / (P_tt + ridge),
+in the beta form (rhs_t - beta_t * sum_{j<t} P_tj u_j). A chunk of n new tokens is a system of n rows.
+
+Rows of the batch may hold different numbers of tokens: row b has start[b] of them, and the new ones follow. What a
+cache holds beyond them is not seen, but must be finite. Tokens beyond the capacity M are lost.
+"""
+
+import jax.numpy as jnp
+
+from cubit_jax.ops import masks, tiles
+from cubit_jax.ops.kernel_solve_xla import inverse_block
+
+
+def write_cache(cache, new, start):
+    """Writes new [B, n, ...] into cache [B, M, ...] at start[b] + (0..n-1) of each row b; what exceeds M is dropped."""
+    rows = jnp.arange(new.shape[0])[:, None]
+    columns = start[:, None] + jnp.arange(new.shape[1])
+    new = new.astype(cache.dtype)
+    return cache.at[rows, columns].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def attention_cached(q, key_cache, value_cache, start, *, window=None, scale=None):
+    """`attention` of n new tokens on everything up to themselves.
+
+    Args:
+      q: [B, n, H, K].
+      key_cache, value_cache: [B, M, H, K] and [B, M, H, V], the new keys and values already written.
+      start: [B] int, tokens in each row before the new ones.
+      window: int or None. scale: of the scores; None is 1 / sqrt(K).
+
+    Returns:
+      [B, n, H, V] in the dtype of q; computed in float32 (float64 for float64 inputs).
+    """
+    dtype = tiles.compute_dtype(q, key_cache, value_cache)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    weights = _weights(q, key_cache, start, window=window, strict=False, scale=scale, dtype=dtype)
+    o = tiles.dot("bhij,bjhk->bihk", weights, value_cache.astype(dtype), tiles.precision(value_cache))
+    return o.astype(q.dtype)
+
+
+def kernel_solve_cached(query, key_cache, u_cache, rhs, start, *, ridge=None, beta=None, window=None, scale=1.0):
+    """`kernel_solve` for n new tokens (arXiv 2605.06501, eq. 13, solved row by row).
+
+    Args:
+      query: [B, n, H, K].
+      key_cache: [B, M, H, K], the new keys already written.
+      u_cache: [B, M, H, V], the solution of the tokens before start.
+      rhs: [B, n, H, V].
+      start: [B] int, tokens in each row before the new ones.
+      ridge: [H], or beta: [B, n, H]; exactly one.
+      window, scale: as for kernel_solve.
+
+    Returns:
+      u of the new tokens, [B, n, H, V], float32 (float64 for float64 inputs).
+
+    Raises:
+      ValueError: both or none of ridge and beta.
+    """
+    if (ridge is None) == (beta is None):
+        raise ValueError("exactly one of ridge and beta must be given")
+    dtype = tiles.compute_dtype(query, key_cache, u_cache, rhs)
+    weights = _weights(query, key_cache, start, window=window, strict=ridge is None, scale=scale, dtype=dtype)
+    # Columns of the new tokens belong to the unknowns, and the cache holds nothing there yet.
+    new = start[:, None] + jnp.arange(query.shape[1])
+    known = jnp.where((jnp.arange(key_cache.shape[1]) < start[:, None])[:, None, None, :], weights, 0)
+    unknown = jnp.take_along_axis(weights, new[:, None, None, :], axis=-1, mode="fill", fill_value=0)
+    target, beta = (None if x is None else jnp.swapaxes(x, 1, 2).astype(dtype) for x in (rhs, beta))
+    summed = tiles.dot("bhij,bjhk->bhik", known, u_cache.astype(dtype))
+    target -= summed if beta is None else beta[..., None] * summed
+    ridge = None if ridge is None else ridge.astype(dtype)
+    return jnp.swapaxes(tiles.dot("bhij,bhjk->bhik", inverse_block(unknown, ridge, beta), target), 1, 2)
+
+
+def _weights(q, key_cache, start, *, window, strict, scale, dtype):
+    """Row softmax of the visible scores, [B, H, n, M]; 0 in a row that sees nothing."""
+    precision = tiles.precision(q, key_cache)
+    scores = scale * tiles.dot("bihk,bjhk->bhij", q.astype(dtype), key_cache.astype(dtype), precision)
+    rows = start[:, None] + jnp.arange(q.shape[1])
+    mask = masks.visible(rows, jnp.arange(key_cache.shape[1]), window=window, strict=strict)[:, None]
+    weights, _, _ = tiles.exponentials(jnp.finfo(dtype).min, scores, mask)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)

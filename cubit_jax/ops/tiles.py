@@ -1,0 +1,223 @@
+"""Tiles of the lower triangle: what blockwise attention and the blockwise solve share.
+
+Inside, arrays are [N, B, H, C, K]: N blocks of C positions. A row block visits its tiles in a loop, so compile time
+does not depend on the length, and nothing of size L x L exists.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+
+from cubit_jax.ops import masks
+
+# Largest number of rows and columns of a tile. Larger ones waste more of the diagonal, smaller ones more of the loop.
+MAX_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The blocks of a sequence, and which tiles are visible. All of it is static.
+
+    Attributes:
+      length: L, of the sequence.
+      block: C, rows and columns of a tile; the last block is padded at its end, where causality hides the padding.
+      window: as in masks.visible.
+      strict: as in masks.visible.
+    """
+    length: int
+    block: int
+    window: int | None = None
+    strict: bool = False
+
+    @property
+    def num_blocks(self):
+        return -(-self.length // self.block)
+
+    def split(self, x):
+        """[B, L, H, ...] -> [N, B, H, C, ...], padded with zeros."""
+        x = jnp.pad(x, [(0, 0), (0, self.num_blocks * self.block - self.length)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(x.shape[0], self.num_blocks, self.block, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 2), (0, 3)) if x.ndim > 3 else jnp.moveaxis(x, 1, 0)
+
+    def merge(self, x):
+        """[N, B, H, C, ...] -> [B, L, H, ...]: undoes split."""
+        x = jnp.moveaxis(x, (0, 3), (1, 2))
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :self.length]
+
+    def first(self, i):
+        """The first column block that row block i sees."""
+        return 0 if self.window is None else lax.max(0, i * self.block - (self.window - 1)) // self.block
+
+    def mask(self, i, j, segments, diagonal=False):
+        """Visible part of tile (i, j), broadcastable to [B, H, C, C]; None if all of it is.
+
+        segments: [N, B, C] or None. diagonal: whether i == j (static).
+        """
+        if not diagonal and self.window is None and segments is None:
+            return None
+        index = jnp.arange(self.block)
+        rows = columns = None
+        if segments is not None:
+            rows, columns = take(segments, i)[:, None], take(segments, j)[:, None]
+        return masks.visible(i * self.block + index, j * self.block + index, rows, columns, window=self.window,
+                             strict=self.strict)
+
+
+def choose_block(length, block_size=None):
+    """C for sequences of this length: block_size if given; a short sequence is one block of a multiple of 16 rows."""
+    return min(block_size or MAX_BLOCK, -(-length // 16) * 16)
+
+
+def compute_dtype(*arrays):
+    """float32, or float64 if one of the arrays is."""
+    return functools.reduce(jnp.promote_types, (x.dtype for x in arrays), jnp.float32)
+
+
+def precision(*arrays):
+    """Of a product: full for operands of 32 or more bits, else the device's fastest, which 16-bit ones fit."""
+    return lax.Precision.HIGHEST if any(x.dtype.itemsize > 2 for x in arrays) else lax.Precision.DEFAULT
+
+
+def take(x, i):
+    return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def put(x, value, i):
+    return lax.dynamic_update_index_in_dim(x, value, i, 0)
+
+
+def dot(spec, x, y, precision=lax.Precision.HIGHEST):
+    return jnp.einsum(spec, x, y, precision=precision)
+
+
+def score(q_i, k_j, scale, dtype):
+    """[B, H, C, C] in the given dtype."""
+    return scale * dot("bhik,bhjk->bhij", q_i.astype(dtype), k_j.astype(dtype), precision(q_i, k_j))
+
+
+def exponentials(top, scores, mask):
+    """exp(scores - m) of a tile, the factor exp(top - m) for what was summed before, and m: the new row maximum."""
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    new = lax.max(top, jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - new)
+    if mask is not None:
+        weights = jnp.where(mask, weights, 0)  # in a row that sees nothing every score is the maximum
+    return weights, jnp.exp(top - new), new
+
+
+def start(q, width, dtype):
+    """(row maximum, total, sum of weighted values [..., width]) of an online softmax of rows q before any column."""
+    shape = q.shape[:-1]
+    return (jnp.full_like(q, jnp.finfo(dtype).min, dtype, shape=(*shape, 1)),
+            jnp.zeros_like(q, dtype, shape=(*shape, 1)), jnp.zeros_like(q, dtype, shape=(*shape, width)))
+
+
+def forward_row(tiling, scale, i, q_i, k, v, segments, state):
+    """Row block i up to its diagonal tile.
+
+    Args:
+      q_i: [B, H, C, K]; k, v: [N, B, H, C, ...]; segments: [N, B, C] or None.
+      state: from `start`, or after other columns than these; its dtype is that of the computation.
+
+    Returns:
+      The diagonal tile of the weights [B, H, C, C]; the sum of P_ij v_j over everything before it [B, H, C, V]; the
+      log-sum-exp of each row [B, H, C]. For a row that sees nothing the first two are 0 and the last is finite.
+    """
+    dtype = state[0].dtype
+
+    def step(top, total, summed, j, mask):
+        weights, decay, top = exponentials(top, score(q_i, take(k, j), scale, dtype), mask)
+        return weights, top, decay * total + jnp.sum(weights, axis=-1, keepdims=True), decay * summed
+
+    def column_block(j, state):
+        weights, top, total, summed = step(*state, j, tiling.mask(i, j, segments))
+        v_j = take(v, j)
+        return top, total, summed + dot("bhij,bhjk->bhik", weights, v_j.astype(dtype), precision(v_j))
+
+    state = lax.fori_loop(tiling.first(i), i, column_block, tuple(state))
+    weights, top, total, summed = step(*state, i, tiling.mask(i, i, segments, diagonal=True))
+    total = jnp.where(total == 0, 1, total)
+    return weights / total, summed / total, (top + jnp.log(total))[..., 0]
+
+
+def backward_row(tiling, scale, i, q_i, k, v, lse_i, segments, dk, dv, cotangent):
+    """Row block i of the gradient of o = P v; the weights are made anew from the log-sum-exp.
+
+    Args:
+      dk, dv: [N, B, H, C, ...] accumulators; dk lacks the factor scale.
+      cotangent: called with the diagonal tile of the weights and with block i of dv as summed from later rows; returns
+        the cotangent of o_i, its delta = sum_j P_ij dP_ij [B, H, C, 1], and the final block i of dv.
+
+    Returns:
+      dq_i, dk, dv.
+    """
+    dtype = dk.dtype
+    by_key, by_value = precision(q_i, k), precision(v)
+
+    def weights(j, mask):
+        p = jnp.exp(score(q_i, take(k, j), scale, dtype) - lse_i[..., None])
+        return p if mask is None else jnp.where(mask, p, 0)
+
+    def step(j, p, dk, dq, rows, on_diagonal):
+        k_j = take(k, j).astype(dtype)
+        ds = p * (dot("bhik,bhjk->bhij", z, take(v, j).astype(dtype), by_value) - delta)
+        if on_diagonal and not tiling.strict:
+            ds = jnp.where(jnp.eye(tiling.block, dtype=bool), 0, ds)
+        dk = put(dk, take(dk, j) + dot("bhij,bhik->bhjk", ds, q_i.astype(dtype), by_key), j)
+        return dk, dq + dot("bhij,bhjk->bhik", ds, k_j, by_key), rows + jnp.sum(ds, axis=-1, keepdims=True)
+
+    def column_block(j, carry):
+        dv, *rest = carry
+        p = weights(j, tiling.mask(i, j, segments))
+        dv = put(dv, take(dv, j) + dot("bhij,bhik->bhjk", p, z, by_value), j)
+        return dv, *step(j, p, *rest, False)
+
+    p = weights(i, tiling.mask(i, i, segments, diagonal=True))
+    z, delta, dv_i = cotangent(p, take(dv, i))
+    zeros = jnp.zeros_like(q_i, dtype)
+    carry = put(dv, dv_i, i), *step(i, p, dk, zeros, zeros[..., :1], True)
+    dv, dk, dq, rows = lax.fori_loop(tiling.first(i), i, column_block, carry)
+    if not tiling.strict:
+        # A row of the scores' gradient sums to 0. With peaked weights its diagonal entry P_ii (dP_ii - delta_i) cancels
+        # to few digits; minus the sum of the others keeps them.
+        dq -= rows * take(k, i).astype(dtype)
+        dk = put(dk, take(dk, i) - rows * q_i.astype(dtype), i)
+    return scale * dq, dk, dv
+
+
+def triangular_inverse(system):
+    """Inverse of lower-triangular [..., C, C]; a row whose diagonal entry is 0 is 0 in it.
+
+    Substitution in blocks of at most 16 rows (for C up to 16 times a power of two), which are then merged in pairs.
+    Repeated squaring would overflow: powers of near-uniform weights grow like binomial coefficients.
+    """
+    size = system.shape[-1]
+    base = size
+    while base > 16 and base % 2 == 0:
+        base //= 2
+    lead = system.shape[:-2]
+    blocks = system.reshape(*lead, size // base, base, size // base, base)
+    diagonal = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)  # [..., size // base, base, base]
+    pivot = jnp.diagonal(diagonal, axis1=-2, axis2=-1)
+    inverse_pivot = jnp.where(pivot == 0, 0, 1 / jnp.where(pivot == 0, 1, pivot))
+    row = jnp.arange(base)[:, None]
+
+    def substitute(k, inverse):
+        new = lax.dynamic_slice_in_dim(inverse, k, 1, -2) * lax.dynamic_slice_in_dim(inverse_pivot, k, 1, -1)[..., None]
+        column = lax.dynamic_slice_in_dim(diagonal, k, 1, -1)
+        return jnp.where(row == k, new, inverse - jnp.where(row > k, column, 0) * new)
+
+    inverse = lax.fori_loop(0, base, substitute, jnp.broadcast_to(jnp.eye(base, dtype=system.dtype), diagonal.shape))
+    while base < size:
+        pairs = inverse.reshape(*lead, size // base // 2, 2, base, base)
+        upper, lower = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        blocks = system.reshape(*lead, size // base // 2, 2, base, size // base // 2, 2, base)[..., :, 1, :, :, 0, :]
+        off = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        corner = -dot("...ij,...jk->...ik", lower, dot("...ij,...jk->...ik", off, upper))
+        inverse = jnp.concatenate([jnp.concatenate([upper, jnp.zeros_like(upper)], -1),
+                                   jnp.concatenate([corner, lower], -1)], -2)
+        base *= 2
+    return inverse.reshape(system.shape)

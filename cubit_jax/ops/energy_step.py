@@ -1,0 +1,175 @@
+"""Hand-derived descent steps of the CEM energies: minus their gradients, without differentiating the energy.
+
+    interaction:   sum_heads [ W_q^T R_i^T sum_j p_ij R_j W_k h_j + d * sum_j p_ij h_j ],  p = softmax_visible(s / tau)
+    element-wise:  W_up^T [ (W_gate h) * phi(W_up x) ]
+
+(arXiv 2605.07588, sections 2.1 to 2.3.) The first is attention whose values are its keys, whose output projection is
+the query projection transposed, and whose queries and outputs are rotated by opposite angles; the diagonal adds the
+context itself, read with the same weights. Keys, and the gate of the second, do not depend on the state: they are made
+once for all the steps of a layer.
+
+Products take the dtype of the context and are summed in at least float32; a step has the dtype of the state, so that a
+float32 state beside 16-bit context keeps the small differences that many steps add up.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from cubit_jax.ops import masks, tiles
+from cubit_jax.ops.attention import attention
+from cubit_jax.ops.decode import attention_cached
+from cubit_jax.ops.diagonal_attention import aggregate_rows, diagonal_attention
+from cubit_jax.ops.energy import check_elementwise, check_interaction, project
+from cubit_jax.ops.potential import ACTIVATIONS, lookup
+from cubit_jax.ops.rotary import rotary
+
+
+def interaction_step(state, context, w_q, w_k, diag=None, *, tau=None, positions=None, theta=10000.0,
+                     segment_ids=None, window=None, implementation=None):
+    """Minus the gradient of `interaction_energy` in the state, in memory linear in L; arguments as there.
+
+    Args:
+      implementation: None, "reference", "xla" or "pallas", which is attention's kernel: there is none for a diagonal.
+
+    Returns:
+      [B, L, D] in the dtype of state; 0 for a row that sees nothing.
+
+    Raises:
+      ValueError: malformed input. NotImplementedError: input that the named implementation cannot do.
+    """
+    check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids)
+    keys = interaction_keys(context, w_k, positions=positions, theta=theta)
+    return interaction_step_from_keys(state, context, keys, w_q, diag, tau=tau, positions=positions, theta=theta,
+                                      segment_ids=segment_ids, window=window, implementation=implementation)
+
+
+def interaction_keys(context, w_k, *, positions=None, theta=10000.0):
+    """R_j W_k h_j, [B, L, H, K] in the dtype of context: what the steps of a layer share and a decode cache keeps."""
+    keys = project(context, w_k)
+    return keys if positions is None else rotary(keys, positions, theta)
+
+
+def interaction_step_from_keys(state, context, keys, w_q, diag=None, *, tau=None, positions=None, theta=10000.0,
+                               segment_ids=None, window=None, implementation=None):
+    """`interaction_step` for keys from `interaction_keys`; the context is read only where there is a diagonal."""
+    def aggregate(queries):
+        scale = queries.shape[-1] ** -0.5 if tau is None else 1 / float(tau)
+        if diag is None:
+            out = attention(queries, keys, keys, segment_ids=segment_ids, window=window, scale=scale,
+                            implementation=implementation)
+            return out, None
+        return diagonal_attention(queries, state, keys, context, diag, segment_ids=segment_ids, window=window,
+                                  scale=scale, implementation=implementation)
+
+    return _step(aggregate, state, keys.dtype, w_q, positions, theta)
+
+
+def interaction_step_cached(state, context_cache, key_cache, w_q, diag, start, *, tau=None, positions=None,
+                            theta=10000.0, window=None):
+    """`interaction_step` of n new tokens against a decode cache that already holds their keys.
+
+    Args:
+      state: [B, n, D].
+      context_cache: [B, max_len, D], or None without a diagonal.
+      key_cache: [B, max_len, H, K] from `interaction_keys`.
+      start: int32 [B], the tokens of each row before these n.
+      Others as in `interaction_step`; positions [B, n].
+    """
+    def aggregate(queries):
+        scale = queries.shape[-1] ** -0.5 if tau is None else 1 / float(tau)
+        if diag is None:
+            return attention_cached(queries, key_cache, key_cache, start, window=window, scale=scale), None
+        rows = start[:, None] + jnp.arange(state.shape[1])
+        mask = masks.visible(rows, jnp.arange(key_cache.shape[1]), window=window)
+        return aggregate_rows(queries, state, key_cache, context_cache, diag, mask, scale)
+
+    return _step(aggregate, state, key_cache.dtype, w_q, positions, theta)
+
+
+def _step(aggregate, state, dtype, w_q, positions, theta):
+    """Queries in, aggregated keys out: the part of a step that is the same for every way of aggregating."""
+    queries = project(state.astype(dtype), w_q)
+    queries = queries if positions is None else rotary(queries, positions, theta)
+    out, diagonal = aggregate(queries)
+    out = out if positions is None else rotary(out, -positions, theta)  # R_i^T is the rotation by minus the angle
+    step = jnp.einsum("blhk,dhk->bld", out.astype(dtype), w_q.astype(dtype),
+                      preferred_element_type=tiles.compute_dtype(state))
+    return (step if diagonal is None else step + diagonal).astype(state.dtype)
+
+
+def elementwise_step(state, context, w_up, w_gate, *, activation="silu"):
+    """Minus the gradient of `elementwise_energy` in the state, [B, L, D] in the dtype of state; arguments as there."""
+    check_elementwise(state, context, w_up, w_gate)
+    return elementwise_step_from_gate(state, elementwise_gate(context, w_gate), w_up, activation=activation)
+
+
+def elementwise_gate(context, w_gate):
+    """W_gate h, [B, L, F] in the dtype of context: what the steps of a layer share."""
+    gate = jnp.einsum("bld,df->blf", context, w_gate.astype(context.dtype),
+                      preferred_element_type=tiles.compute_dtype(context))
+    return gate.astype(context.dtype)
+
+
+def elementwise_step_from_gate(state, gate, w_up, *, activation="silu"):
+    """`elementwise_step` for a gate from `elementwise_gate`."""
+    w_up = w_up.astype(gate.dtype)
+    z = jnp.einsum("bld,df->blf", state.astype(gate.dtype), w_up, preferred_element_type=tiles.compute_dtype(gate))
+    hidden = (gate * lookup(ACTIVATIONS, activation)(z)).astype(gate.dtype)
+    step = jnp.einsum("blf,df->bld", hidden, w_up, preferred_element_type=tiles.compute_dtype(state))
+    return step.astype(state.dtype)
+
+
+def precondition(vector, d, u=None, v=None):
+    """(diag(softplus(d)) + U V^T + V U^T) vector (arXiv 2605.07588, section 2.3), without forming the matrix.
+
+    Args:
+      vector: [..., D]; d: [D]; u, v: [D, R], or None for the diagonal alone.
+
+    Returns:
+      [..., D] in the dtype of vector. The matrix is symmetric but need not be positive definite: see
+      `preconditioner_margin`.
+    """
+    dtype = tiles.compute_dtype(vector)
+    out = jax.nn.softplus(d.astype(dtype)) * vector.astype(dtype)
+    if u is not None:
+        u, v = u.astype(dtype), v.astype(dtype)
+        out = out + (vector.astype(dtype) @ v) @ u.T + (vector.astype(dtype) @ u) @ v.T
+    return out.astype(vector.dtype)
+
+
+def preconditioner_margin(d, u=None, v=None):
+    """Smallest eigenvalue of S^-1/2 P S^-1/2, S = diag(softplus(d)): P is positive definite exactly when it is above 0.
+
+    Costs O(D R^2): with W = S^-1/2 [U, V] = Q R the low-rank part is Q (R J R^T) Q^T, J exchanging the two halves. At
+    most 1, the eigenvalue of the directions that the low-rank part leaves alone (when 2 R < D).
+    """
+    dtype = tiles.compute_dtype(d)
+    if u is None:
+        return jnp.ones((), dtype)
+    root = jnp.sqrt(jax.nn.softplus(d.astype(dtype)))[:, None]
+    u, v = u.astype(dtype) / root, v.astype(dtype) / root
+    upper = jnp.linalg.qr(jnp.concatenate([u, v], axis=1), mode="r")
+    swapped = jnp.roll(upper, u.shape[1], axis=1)
+    return 1 + jnp.minimum(jnp.linalg.eigvalsh(swapped @ upper.T)[0], 0)
+
+
+def minimize(step, state, *, num_steps, step_size, precondition=None):
+    """num_steps times state <- state + step_size * precondition(step(state)), by lax.scan.
+
+    Args:
+      step: state -> a descent direction of the same shape, such as minus a gradient.
+      state: [B, L, D].
+      num_steps: int, at least 0; 0 returns the state.
+      step_size: number or scalar array.
+      precondition: direction -> direction, or None.
+
+    Returns:
+      The state after the last step, same shape and dtype.
+    """
+    def body(state, _):
+        direction = step(state)
+        if precondition is not None:
+            direction = precondition(direction)
+        return state + jnp.asarray(step_size, state.dtype) * direction, None
+
+    return jax.lax.scan(body, state, None, length=num_steps)[0]

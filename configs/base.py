@@ -67,8 +67,10 @@ def get_config(size="125m"):
     optimizer.clip_norm = 1.0
 
     config.data = data = ml_collections.ConfigDict()
-    data.source = "stdlib"  # stdlib: this Python's own source code | files: text files by glob | tfds: a TFDS directory
-    data.path = config_dict.placeholder(str)  # the glob, or the TFDS directory
+    # stdlib: this Python's own source code | files: text files by glob | tfds: a TFDS directory | prepared: what the
+    # program prepare wrote
+    data.source = "stdlib"
+    data.path = config_dict.placeholder(str)  # the glob, or the directory
     data.heldout_path = config_dict.placeholder(str)  # None holds out a share of `path` by a hash of the names
     data.heldout_fraction = 0.05
     data.text_field = "text"  # of .jsonl, .parquet and TFDS records

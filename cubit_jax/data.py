@@ -15,7 +15,7 @@ from cubit_jax.tokenizer import check_vocabulary, load_tokenizer, train_tokenize
 
 _SOURCES = ("stdlib", "files", "tfds", "prepared")
 _TOKENIZER_TEXT = 100_000_000  # characters of documents that a tokenizer is trained on, at most
-_ENCODE_TEXT = 4_000_000  # characters that are encoded together
+_ENCODE_TEXT = 1_000_000  # characters that are encoded together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def open_corpus(data, workdir):
         train, heldout = sources.split_documents(train, split)
     if not len(train):
         raise UserError(f"no training documents: all {len(heldout)} of {data.path or data.source} are held out; give "
-                        "held-out text of its own with data.heldout_path, or lower data.heldout_fraction")
+                        "held-out text of its own with heldout_path, or lower heldout_fraction")
     heldout_bytes = sum(len(heldout[index].encode()) for index in range(len(heldout)))
     if not heldout_bytes:
         raise UserError(f"the held-out part is empty: no text in {data.heldout_path or data.path}")
@@ -104,8 +104,10 @@ def _open_prepared(path):
             if len(stream) != metadata[name]["tokens"]:
                 raise UserError(f"{path / name}.bin holds {len(stream)} tokens, its metadata says "
                                 f"{metadata[name]['tokens']}: prepare the data again")
-        return Corpus(streams["train"], streams["heldout"], metadata["fingerprint"], metadata["heldout"]["bytes"],
-                      path / "tokenizer.json")
+        if sources.digest((path / "tokenizer.json").read_text()) != metadata["tokenizer"]:
+            raise UserError(f"{path / 'tokenizer.json'} is not the tokenizer that the data was prepared with")
+        return Corpus(streams["train"], streams["heldout"], sources.digest([metadata["corpus"], metadata["tokenizer"]]),
+                      metadata["heldout"]["bytes"], path / "tokenizer.json")
     except FileNotFoundError as error:
         raise UserError(f"no prepared data at {path}: {error.filename} is missing; python -m cubit_jax.prepare "
                         "makes it") from error

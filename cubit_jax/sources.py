@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
+import sys
 import sysconfig
 
 import numpy as np
@@ -70,9 +71,7 @@ class TfdsDocuments:
 
     @functools.cached_property
     def _records(self):
-        import tensorflow_datasets as tfds  # a second's import that the other sources do without
-
-        return tfds.builder_from_directory(self._directory).as_data_source(self._split)
+        return _import_tfds().builder_from_directory(self._directory).as_data_source(self._split)
 
     def __len__(self):
         return len(self._records if self._indices is None else self._indices)
@@ -98,6 +97,16 @@ class TfdsDocuments:
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name != "_records"}
+
+
+def _import_tfds():
+    """TFDS, imported at first use: it takes a second that the other sources do without."""
+    # Programs that must not load TensorFlow block it with a None here, which TFDS' helpers mistake for TensorFlow.
+    if sys.modules.get("tensorflow", sys) is None:
+        del sys.modules["tensorflow"]
+    import tensorflow_datasets
+
+    return tensorflow_datasets
 
 
 def open_stdlib():
@@ -150,10 +159,8 @@ def open_tfds(directory, field):
         inside = sorted(path.parent for depth in ("*", "*/*") for path in directory.glob(f"{depth}/dataset_info.json"))
         hint = f"did you mean {inside[0]}?" if inside else "" if directory.exists() else "the directory does not exist"
         raise UserError(f"no TFDS data set at {directory}: looked for {directory / 'dataset_info.json'}; {hint}")
-    import tensorflow_datasets as tfds
-
     try:
-        info = tfds.builder_from_directory(directory).info
+        info = _import_tfds().builder_from_directory(directory).info
         splits, features = dict(info.splits), list(info.features)
     except Exception as error:  # several libraries read this directory; whatever they raise means the same to a user
         raise UserError(f"cannot read the TFDS data set {directory}: {error}") from error

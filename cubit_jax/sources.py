@@ -152,7 +152,8 @@ def open_files(pattern, field, spool):
 def open_tfds(directory, field):
     """A TFDS directory -> (train, held-out, fingerprint); no network.
 
-    Held-out is the split called validation, valid or test, whichever comes first in this order, or None.
+    Held-out is the split called validation, valid or test, whichever comes first in this order, or None. The
+    fingerprint is one of names, counts and sizes: the records are not read.
     """
     directory = pathlib.Path(os.path.expanduser(directory))
     if not (directory / "dataset_info.json").is_file():
@@ -163,7 +164,7 @@ def open_tfds(directory, field):
         info = _import_tfds().builder_from_directory(directory).info
         splits, features = dict(info.splits), list(info.features)
     except Exception as error:  # several libraries read this directory; whatever they raise means the same to a user
-        raise UserError(f"cannot read the TFDS data set {directory}: {error}") from error
+        raise UserError(f"cannot read the TFDS data set {directory}: {_first_line(error)}") from error
     if "train" not in splits:
         raise UserError(f"{directory} has no split called train: its splits are {', '.join(splits) or 'missing'}")
     if field not in features:
@@ -177,8 +178,8 @@ def open_tfds(directory, field):
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"cannot read {directory} at random places: {error} (it has to be stored as array_record; "
-                        "`tfds convert_format` converts)") from error
+        raise UserError(f"cannot read {directory} at random places: {_first_line(error)} (it has to be stored as "
+                        "array_record; `tfds convert_format` converts)") from error
     identity = [[name, list(map(int, split.shard_lengths)), int(split.num_bytes)] for name, split in splits.items()]
     return sources[0], sources[1] if len(sources) > 1 else None, digest([info.full_name, field, sorted(identity)])
 
@@ -203,6 +204,10 @@ def digest(value):
 
 def _share(name):
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()) / 2**64
+
+
+def _first_line(error):
+    return next(iter(str(error).splitlines()), repr(error))
 
 
 def _is_utf8(path):

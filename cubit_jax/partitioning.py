@@ -13,6 +13,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cubit_jax.ops.layout import choose_layout
+
 AXES = ("replica", "data", "fsdp", "tensor", "context")
 BATCH_AXES = ("replica", "data", "fsdp")
 _LETTER_AXES = {"B": BATCH_AXES, "L": ("context",), "H": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
@@ -82,7 +84,7 @@ def check(mesh, *, batch_size, accumulation_steps, model):
     Args:
       mesh: the device mesh.
       batch_size: rows a step over all devices. accumulation_steps: how many micro-batches they are cut into.
-      model: has num_heads, mlp_dim, vocab_size, model_dim.
+      model: has num_heads, mlp_dim, vocab_size, model_dim, seq_len.
     """
     rows = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if batch_size % (accumulation_steps * rows):
@@ -94,8 +96,7 @@ def check(mesh, *, batch_size, accumulation_steps, model):
         size = getattr(model, field)
         if size % mesh.shape[axis]:
             raise ValueError(f"model.{field}={size} must be a multiple of mesh.{axis}={mesh.shape[axis]}")
-    if mesh.shape["context"] > 1:
-        raise ValueError(f"mesh.context={mesh.shape['context']}: splitting the sequence is not supported, set it to 1")
+    choose_layout("context", mesh.shape["context"], model.num_heads // mesh.shape["tensor"], model.seq_len)
 
 
 def parameter_spec(path, ndim):
@@ -133,8 +134,8 @@ def state_shardings(mesh, state):
 
 
 def batch_sharding(mesh, ndim=2):
-    """Rows over every batch axis; the other dimensions whole."""
-    return NamedSharding(mesh, P(BATCH_AXES, *(None,) * (ndim - 1)))
+    """Of arrays [B, L, ...]: rows over every batch axis, the sequence over context."""
+    return NamedSharding(mesh, P(BATCH_AXES, "context", *(None,) * (ndim - 2)))
 
 
 def constrain(x, dims):
@@ -142,8 +143,8 @@ def constrain(x, dims):
 
     Args:
       x: array with one dimension a letter.
-      dims: its dimension letters, as "BLD", "BLHK" or "BLV". A batch that the mesh does not divide (one prompt, one
-        row of diagnostics) stays whole.
+      dims: its dimension letters, as "BLD", "BLHK" or "BLV". A batch or a length that the mesh does not divide (one
+        prompt, one row of diagnostics) stays whole.
     """
     mesh = _auto_mesh()
     if mesh is None:
@@ -158,8 +159,8 @@ def per_shard(fn, dims):
     implementation) stay as they are, arrays must be arguments:
 
         solve = per_shard(
-            lambda query, key, rhs, ridge, segment_ids: ops.kernel_solve(
-                query, key, rhs, ridge=ridge, segment_ids=segment_ids, window=self.window),
+            lambda query, key, rhs, ridge, segment_ids, layout=None: ops.kernel_solve(
+                query, key, rhs, ridge=ridge, segment_ids=segment_ids, window=self.window, layout=layout),
             "BLHK,BLHK,BLHK,H,BL->BLHK")
         u = solve(reference, normed_reference, rhs, ridge, segment_ids)
 
@@ -167,13 +168,19 @@ def per_shard(fn, dims):
     is `fn` itself. A letter of the inputs that the output lacks is summed, as in einsum: an op that adds up its heads
     and returns "BLD" gets the sum over the devices that share them.
 
+    Where the mesh splits the sequence (axis context), arrays with an L are exchanged on the way in and back on the way
+    out: the devices of the axis share the heads, and `fn` sees whole sequences. Where there are not enough heads, or
+    an array without heads is read by all of them ("BLD"), they share rows as well: `fn` is then called with the
+    keyword `layout`, an ops.Layout, and sees dealt rows. One call of several ops exchanges less than several calls.
+
     Args:
       fn: function of arrays (or None) that treats batch rows and heads independently.
       dims: comma-separated dimension letters of the arguments, "->", those of the result (several: a tuple). An
         argument that is None may have any letters.
 
     Raises:
-      ValueError (from the call): the number of heads is no multiple of the mesh's tensor axis.
+      ValueError (from the call): the number of heads is no multiple of the mesh's tensor axis, or the sequence cannot
+        be dealt in equal pieces (see ops.Layout).
     """
     inputs, outputs = (side.split(",") for side in dims.split("->"))
 
@@ -181,15 +188,15 @@ def per_shard(fn, dims):
         if len(args) != len(inputs):
             raise ValueError(f"{len(args)} arguments for the {len(inputs)} of {dims!r}")
         mesh = _auto_mesh()
-        if mesh is None or all(mesh.shape[axis] == 1 for axis in (*BATCH_AXES, "tensor")):
+        if mesh is None or all(size == 1 for size in mesh.shape.values()):
             return fn(*args)
         sizes = _sizes(inputs, args)
-        sizes.pop("L", None)  # each row whole: the ops here see the full sequence
+        layout = _layout(inputs, outputs, sizes, mesh)
         split = {axis for letter, axes in _axes(sizes, mesh).items() for axis in axes if letter in "".join(inputs)}
         kept = {axis for letter, axes in _axes(sizes, mesh).items() for axis in axes if letter in "".join(outputs)}
 
         def local(*shards):
-            result = fn(*shards)
+            result = fn(*shards) if layout is None else _run_dealt(fn, layout, inputs, outputs, shards)
             if summed := tuple(axis for axis in AXES if axis in split - kept):
                 result = jax.lax.psum(result, summed)
             return result
@@ -202,6 +209,33 @@ def per_shard(fn, dims):
         )(*args)
 
     return sharded
+
+
+def _layout(inputs, outputs, sizes, mesh):
+    """The layout of an op's arrays where the mesh splits the sequence, else None."""
+    devices = mesh.shape["context"]
+    if devices == 1 or sizes.get("L", 1) % devices:
+        return None
+    for_all_heads = [letters for letters in inputs if letters != "BL"] + outputs
+    share_heads = all("H" in letters for letters in for_all_heads if "L" in letters)
+    return choose_layout("context", devices, sizes.get("H", 1) // mesh.shape["tensor"], sizes["L"],
+                         share_heads=share_heads)
+
+
+def _run_dealt(fn, layout, inputs, outputs, shards):
+    """fn of exchanged arrays; its results are exchanged back."""
+    def one(letters, x):
+        if x is None:
+            return None
+        if "L" in letters:
+            return layout.deal(x, heads="H" in letters)
+        return layout.own_heads(x, letters.index("H")) if "H" in letters else x
+
+    shards = [one(letters, x) for letters, x in zip(inputs, shards)]
+    result = fn(*shards, **({"layout": layout} if layout.row_shares > 1 else {}))
+    results = [layout.undeal(x, heads="H" in letters) if "L" in letters else x
+               for letters, x in zip(outputs, result if len(outputs) > 1 else [result])]
+    return tuple(results) if len(outputs) > 1 else results[0]
 
 
 def _auto_mesh():
@@ -233,7 +267,7 @@ def _axes(sizes, mesh):
         axes = tuple(axis for axis in _LETTER_AXES[letter] if mesh.shape[axis] > 1)
         ways = math.prod(mesh.shape[axis] for axis in axes)
         if size % ways:
-            if letter != "B":
+            if letter not in "BL":
                 raise ValueError(f"dimension {letter} of size {size} is no multiple of mesh {'x'.join(axes)} = {ways}")
             axes = ()
         result[letter] = axes

@@ -47,7 +47,7 @@ def test_sizes_that_do_not_fit_the_devices(sizes, words):
 ])
 def test_run_that_does_not_fit_the_mesh_names_both_numbers(mesh, changed, words):
     run = {"batch_size": 8, "accumulation_steps": 1}
-    model = {"num_heads": 4, "mlp_dim": 32, "vocab_size": 300, "model_dim": 16}
+    model = {"num_heads": 4, "mlp_dim": 32, "vocab_size": 300, "model_dim": 16, "seq_len": 64}
     partitioning.check(mesh, **run, model=types.SimpleNamespace(**model))
     run |= {name: value for name, value in changed.items() if name in run}
     model |= {name: value for name, value in changed.items() if name in model}

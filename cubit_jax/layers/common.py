@@ -46,8 +46,11 @@ class Mixer(nn.Module):
         """{name: dtype} of the arrays [B, max_len, H, K] that decoding keeps."""
         raise NotImplementedError
 
-    def init_cache(self, batch, max_len, dtype):
-        """Empty arrays for `batch` rows of at most `max_len` tokens, without the length, which the model keeps once."""
+    def init_cache(self, batch, max_len, dtype, model_dim=None):
+        """Empty arrays for `batch` rows of at most `max_len` tokens, without the length, which the model keeps once.
+
+        model_dim: D, for a mixer that keeps its input.
+        """
         shape = (batch, max_len, self.num_heads, self.head_dim)
         return {name: jnp.zeros(shape, kind) for name, kind in self.cache_dtypes(dtype).items()}
 
@@ -74,8 +77,9 @@ class Mixer(nn.Module):
     def attend(self, q, k, v, segment_ids):
         """Softmax attention of whole rows on each device's share of batch and heads; the dtype of q."""
         return per_shard(
-            lambda q, k, v, segment_ids: ops.attention(
-                q, k, v, segment_ids=segment_ids, window=self.window, implementation=self.implementation),
+            lambda q, k, v, segment_ids, layout=None: ops.attention(
+                q, k, v, segment_ids=segment_ids, window=self.window, implementation=self.implementation,
+                layout=layout),
             "BLHK,BLHK,BLHK,BL->BLHK")(q, k, v, segment_ids)
 
 
@@ -90,7 +94,7 @@ def token_positions(x, positions, cache, prefill):
 def write_cache(cache, prefill, **new):
     """The arrays of `cache` named in `new` with `new` [B, n, ...] written at the end of each row."""
     start = jnp.zeros_like(cache["length"]) if prefill else cache["length"]
-    return {name: ops.write_cache(cache[name], value.astype(cache[name].dtype), start) for name, value in new.items()}
+    return {name: ops.write_cache(cache[name], value, start) for name, value in new.items()}
 
 
 def at_least_float32(dtype):

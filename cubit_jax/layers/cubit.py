@@ -85,13 +85,8 @@ class CubitMixer(Mixer):
         self._diagnose(r, rn, ridge, segment_ids)
 
         if cache is None or prefill:
-            solve = per_shard(
-                lambda r, rn, rhs, ridge, segment_ids: ops.kernel_solve(
-                    r, rn, rhs, ridge=ridge, segment_ids=segment_ids, window=self.window,
-                    implementation=self.implementation),
-                "BLHK,BLHK,BLHK,H,BL->BLHK")
-            u = solve(r, rn, rhs, ridge, segment_ids)
-            o = self.attend(q, k, u, segment_ids)
+            o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,H,H,BL->BLHK,BLHK")(
+                q, k, None if self.reference == "shared" else r, rhs, gamma, ridge, segment_ids)
             if cache is not None:
                 shared = self.reference == "shared"
                 new_cache = write_cache(cache, prefill, k=k, u=u, **({} if shared else {"rn": rn}))
@@ -108,6 +103,14 @@ class CubitMixer(Mixer):
             o = ops.attention_cached(q, new_cache["k"], new_cache["u"], start, window=self.window)
         y = self.project_out(o, x.shape[-1])
         return y if cache is None else (y, new_cache)
+
+    def _aggregate(self, q, k, r, rhs, gamma, ridge, segment_ids, layout=None):
+        """o, u of one device's share. Both ops in one call: u need not leave the layout of rows they use, nor rn enter."""
+        options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
+                   "layout": layout}
+        r = k if r is None else r
+        u = ops.kernel_solve(r, normalize_reference(r, gamma), rhs, ridge=ridge, **options)
+        return ops.attention(q, k, u, **options), u
 
     def _per_head(self, name, value):
         return self.param(name, nn.initializers.constant(value), (self.num_heads,), self.param_dtype)
@@ -130,8 +133,8 @@ class CubitMixer(Mixer):
         record(self, "ridge_min", jnp.min(ridge))
         record(self, "ridge_max", jnp.max(ridge))
         diagonal = per_shard(
-            lambda r, rn, ridge, segment_ids: ops.system_diagonal(
-                r, rn, ridge, segment_ids=segment_ids, window=self.window, scale=1.0),
+            lambda r, rn, ridge, segment_ids, layout=None: ops.system_diagonal(
+                r, rn, ridge, segment_ids=segment_ids, window=self.window, scale=1.0, layout=layout),
             "BLHK,BLHK,H,BL->BLH")(r, rn, ridge, segment_ids)
         real = True if segment_ids is None else (segment_ids != 0)[..., None]
         record(self, "diagonal_min", jnp.min(diagonal, where=real, initial=jnp.inf))

@@ -38,24 +38,25 @@ class DeltaFormerMixer(Mixer):
         w = k if self.projection == "shared" else self.rotate(self.project(x, "w_proj"), positions)
         beta = self.project_to_heads(x, "beta_proj", use_bias=True)
         rhs = v.astype(at_least_float32(v.dtype))
-        scale = self.head_dim**-0.5
 
         if cache is None or prefill:
-            solve = per_shard(
-                lambda w, k, rhs, beta, segment_ids: ops.kernel_solve(
-                    w, k, rhs, beta=beta, segment_ids=segment_ids, window=self.window, scale=scale,
-                    implementation=self.implementation),
-                "BLHK,BLHK,BLHK,BLH,BL->BLHK")
-            u = solve(w, k, rhs, beta, segment_ids)
-            o = self.attend(q, k, u, segment_ids)
+            o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,BLH,BL->BLHK,BLHK")(
+                q, k, None if self.projection == "shared" else w, rhs, beta, segment_ids)
             if cache is not None:
                 new_cache = write_cache(cache, prefill, k=k, u=u)
         else:
             start = cache["length"]
             new_cache = write_cache(cache, prefill, k=k)
             u = ops.kernel_solve_cached(w, new_cache["k"], cache["u"], rhs, start, beta=beta, window=self.window,
-                                        scale=scale)
+                                        scale=self.head_dim**-0.5)
             new_cache |= write_cache(cache, prefill, u=u)
             o = ops.attention_cached(q, new_cache["k"], new_cache["u"], start, window=self.window)
         y = self.project_out(o, x.shape[-1])
         return y if cache is None else (y, new_cache)
+
+    def _aggregate(self, q, k, w, rhs, beta, segment_ids, layout=None):
+        """o, u of one device's share. Both ops in one call: u need not leave the layout they work in."""
+        options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
+                   "layout": layout}
+        u = ops.kernel_solve(k if w is None else w, k, rhs, beta=beta, scale=self.head_dim**-0.5, **options)
+        return ops.attention(q, k, u, **options), u

@@ -1,7 +1,7 @@
 """Backward GPU kernels of the causal solve (see kernel_solve_gpu).
 
-1. `_adjoint_kernel`, a wavefront over column blocks from the last: y = M^-T g and the part of dk below the diagonal blocks
-   (four products a tile: scores, P^T z, dP, dS^T q).
+1. `_adjoint_kernel`, a wavefront over column blocks from the last: y = M^-T g and the part of dk below the diagonal
+   blocks (four products a tile: scores, P^T z, dP, dS^T q).
 2. `_query_kernel`, row blocks in parallel: dq, d beta and the rest of dk (three products a tile: scores, dP, dS k).
 No sum depends on timing, so gradients are the same bits in every run. With D u + c P u = rhs and z = c y:
     dP_ij = - z_i . u_j;   delta_i = sum_j P_ij dP_ij = - y_i . (rhs_i - D u_i);   dS = P (dP - delta)
@@ -32,7 +32,7 @@ def _for_dot(ds, other, settings):
 def _in_units(x, settings):
     """x float32 as an operand of a product, and its unit (a scalar)."""
     if not settings.half:
-        return x, jnp.float32(1.0)
+        return x, 1.0
     half, unit = tiles.quantize(x)
     return half, jnp.sum(unit)
 
@@ -67,7 +67,7 @@ def _adjoint_kernel(query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coeff
         z = tiles.load_rows(y_ref, b, i, h, rows)
         if settings.strict:
             z = z * tiles.load_vector(coefficient_ref, b, i, h, rows)[:, None]
-        return z, jnp.float32(1.0)
+        return z, 1.0
 
     def scores_gradient(p, z, unit, delta):
         """dS^T from P^T (times 2^bias)."""
@@ -87,11 +87,12 @@ def _adjoint_kernel(query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coeff
     (acc, dkey), seen = tiles.stream(
         counters_ref, head, start, jnp.maximum(count - 1, start), tile, (zeros, zeros), block * 0)
 
-    # Before waiting for the block below: its weights, and the inverse of the diagonal block.
+    # Before waiting for the block below: its weights, and the inverse of the diagonal block. dkey leaves the registers,
+    # which the inverse needs, and comes back from the cache after the block is published.
+    tiles.store_rows(dkey_ref, b, block, h, rows, dkey)
     has_last = start < count
     following = jnp.minimum(block + 1, blocks - 1)
-    p, following_query = weights(following)
-    p = jnp.where(has_last, p, 0.0)
+    p = jnp.where(has_last, weights(following)[0], 0.0).astype(jnp.float16 if settings.half else jnp.float32)
     query = tiles.load_rows(query_ref, b, block, h, rows)
     mask = tiles.visible(block, block, column_segments, column_segments, settings, diagonal=True)
     own = _weights(query, key, tiles.load_vector(lse_ref, b, block, h, rows)[:, None], mask, settings) * unbias
@@ -102,14 +103,17 @@ def _adjoint_kernel(query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coeff
         row = lax.broadcasted_iota(jnp.int32, (rows, rows), 0)
         column = lax.broadcasted_iota(jnp.int32, (rows, rows), 1)
         diagonal = jnp.sum(jnp.where(row == column, own, 0.0), axis=1) + coefficient_ref[h]
+        diagonal = jnp.where(diagonal == 0.0, jnp.inf, diagonal)
         n = jnp.where(column < row, own, 0.0) / diagonal[:, None]
     inverse = tiles.unit_lower_inverse(n, settings)
     grad = tiles.load_rows(grad_ref, b, block, h, rows)
 
     seen = tiles.wait_for(counters_ref, head, jnp.where(has_last, count, 0), seen)
     z, unit = load_z(following)
-    z, unit = jnp.where(has_last, z, jnp.zeros_like(z)), jnp.where(has_last, unit, 1.0)
-    acc = acc + tiles.dot(p.astype(z.dtype), z, settings) * (unit * unbias)
+    z = jnp.where(has_last, z, jnp.zeros_like(z))
+    if settings.half:
+        unit = jnp.where(has_last, unit, 1.0)
+    acc = acc + tiles.dot(p, z, settings) * (unit * unbias)
     y = tiles.dot(inverse, grad - acc, settings, (0, 0))
     if not settings.strict:
         y = y / diagonal[:, None]
@@ -125,10 +129,12 @@ def _adjoint_kernel(query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coeff
     tiles.wait_for(counters_ref, head, count, seen)
     tiles.publish(counters_ref, head, count + 1, settings)
 
-    delta = jnp.where(has_last, tiles.load_vector(delta_ref, b, following, h, rows), 0.0)
-    ds = scores_gradient(p, z, unit, delta)
-    dkey = dkey + tiles.dot(*_for_dot(ds, following_query, settings), settings)
-    tiles.store_rows(dkey_ref, b, block, h, rows, dkey)
+    @pl.when(has_last)
+    def _():
+        p, query = weights(following)
+        ds = scores_gradient(p, *load_z(following), tiles.load_vector(delta_ref, b, following, h, rows))
+        dkey = tiles.load_rows(dkey_ref, b, block, h, rows) + tiles.dot(*_for_dot(ds, query, settings), settings)
+        tiles.store_rows(dkey_ref, b, block, h, rows, dkey)
 
 
 def _seen_rows(x, segments):
@@ -156,7 +162,7 @@ def _query_kernel(query_ref, key_ref, u_ref, unit_ref, y_ref, delta_ref, lse_ref
         mask = tiles.visible(block, j, row_segments, tiles.load_segments(segment_ref, b, j, settings), settings,
                              diagonal=diagonal)
         p = _weights(query, key, lse, mask, settings)
-        unit = unit_ref[b, h, j] if settings.half else jnp.float32(1.0)
+        unit = unit_ref[b, h, j] if settings.half else 1.0
         dm = tiles.dot(y, tiles.load_rows(u_ref, b, j, h, rows), settings, (1, 1)) * (-y_unit * unit * unbias)
         return p * (beta * dm - delta * unbias), p * dm, key
 

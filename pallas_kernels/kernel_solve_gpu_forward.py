@@ -16,7 +16,7 @@ def _kernel(query_ref, key_ref, rhs_ref, coefficient_ref, segment_ref, first_ref
         u_ref, lse_ref, half_ref, unit_ref, counters_ref = refs
     else:
         u_ref, lse_ref, counters_ref = refs
-    batch_size, length, num_heads, head_dim = query_ref.shape
+    batch_size, _, num_heads, head_dim = query_ref.shape
     rows, bias = settings.rows, settings.bias
     block, head = tiles.take_ticket(counters_ref, batch_size * num_heads)
     b, h = head // num_heads, head % num_heads
@@ -30,11 +30,11 @@ def _kernel(query_ref, key_ref, rhs_ref, coefficient_ref, segment_ref, first_ref
                              diagonal=diagonal)
         return tiles.masked(mask, tiles.dot(query, key, settings, (1, 1)) * settings.score_scale, MASKED)
 
-    def load_u(j):
-        """Solution block j and the unit it is in."""
+    def load_u(j, unit):
+        """Solution block j and the unit it is in: `unit` itself, which is 1, where u is float32."""
         if settings.half:
             return tiles.load_rows(half_ref, b, j, h, rows), unit_ref[b, h, j]
-        return tiles.load_rows(u_ref, b, j, h, rows), jnp.float32(1.0)
+        return tiles.load_rows(u_ref, b, j, h, rows), unit
 
     def tile(j, carry):
         acc, top, total, unit = carry
@@ -42,13 +42,14 @@ def _kernel(query_ref, key_ref, rhs_ref, coefficient_ref, segment_ref, first_ref
         new_top = jnp.maximum(top, jnp.max(s, axis=1))
         e = jnp.exp2(s - (new_top - bias)[:, None])
         shrink = jnp.exp2(top - new_top)
-        u, new_unit = load_u(j)
+        u, new_unit = load_u(j, unit)
         # The accumulator is in the unit of the last tile, so float16 units cost nothing beside the rescaling there is.
         acc = acc * (shrink * (unit / new_unit))[:, None] + tiles.dot(e.astype(u.dtype), u, settings)
         return acc, new_top, total * shrink + jnp.sum(e, axis=1), new_unit
 
+    one = (block * 0 + 1).astype(jnp.float32)  # not a constant, which the lowering does not take in a loop's state
     carry = (jnp.zeros((rows, head_dim), jnp.float32), jnp.full((rows,), NOTHING_SEEN, jnp.float32),
-             jnp.zeros((rows,), jnp.float32), jnp.float32(1.0))
+             jnp.zeros((rows,), jnp.float32), one)
     last = jnp.maximum(block - 1, first)
     (acc, top, total, unit), seen = tiles.stream(counters_ref, head, first, last, tile, carry, block * 0)
 
@@ -76,11 +77,12 @@ def _kernel(query_ref, key_ref, rhs_ref, coefficient_ref, segment_ref, first_ref
         n = e_own * (beta / diagonal)[:, None]
     else:
         diagonal = jnp.sum(jnp.where(row == column, e_own, 0.0), axis=1) + coefficient_ref[h] * total
+        diagonal = jnp.where(diagonal == 0.0, jnp.inf, diagonal)  # ridge 0 and nothing seen: u = 0
         n = jnp.where(column < row, e_own, 0.0) / diagonal[:, None]
     inverse = tiles.unit_lower_inverse(n, settings)
 
     seen = tiles.wait_for(counters_ref, head, jnp.where(has_last, block, 0), seen)
-    u, new_unit = load_u(previous)
+    u, new_unit = load_u(previous, unit)
     u, new_unit = jnp.where(has_last, u, jnp.zeros_like(u)), jnp.where(has_last, new_unit, 1.0)
     acc = acc * unit + tiles.dot(e_last, u, settings) * new_unit
     if settings.strict:

@@ -1,0 +1,132 @@
+"""Times kernel_solve, attention and whole mixers, each checked against the reference first.
+
+    python -m experiments.benchmark                                          # small shapes, under two minutes on a CPU
+    python -m experiments.benchmark --ops=kernel_solve,attention --implementations=xla,pallas --dtypes=bfloat16 \\
+        --lengths=2048,8192,32768 --num_heads=16 --head_dim=128              # on a GPU or TPU
+    python -m experiments.benchmark --ops=cubit_mixer,attention_mixer --passes=forward+backward
+
+Prints a table and writes OUTPUT.json and OUTPUT.png (time and memory against L). Within a shape all cases run in turns,
+in random order, after warm-up, so that drift of the clock hits all of them: compare within a run, not between runs.
+"spread" is the distance of the quartiles as a share of the median; "of matmul" is the achieved FLOP/s as a share of a
+square matrix product of the same dtype in the same turns; "/attention" is the ratio to the fastest attention of that
+shape. "MiB" is the compiler's count of arguments, outputs and temporaries. "error/limit" must be at most 1, else there
+is no time: over the first --check_rows rows, whose output and gradients later rows do not change.
+"""
+
+import difflib
+import json
+import pathlib
+
+import jax
+import matplotlib
+from absl import flags
+
+from cubit_jax import cli
+from experiments import measure
+
+IMPLEMENTATIONS = ("xla", "pallas", "reference")
+NAMES = measure.OPS + measure.MIXER_NAMES
+
+_OPS = flags.DEFINE_list("ops", list(NAMES), f"What to time, of {', '.join(NAMES)}.")
+_IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations", None, f"Of {', '.join(IMPLEMENTATIONS)}. Default: xla, and pallas on a TPU or GPU.")
+_LENGTHS = flags.DEFINE_list("lengths", ["256", "1024"], "Sequence lengths.")
+_DTYPES = flags.DEFINE_list("dtypes", None, "Of float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")
+_PASSES = flags.DEFINE_list("passes", list(measure.PASSES), "forward, forward+backward or both.")
+_BATCH = flags.DEFINE_integer("batch", 1, "Batch size.", lower_bound=1)
+_NUM_HEADS = flags.DEFINE_integer("num_heads", 4, "Heads; a mixer's model_dim is heads * head_dim.", lower_bound=1)
+_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "Head dimension.", lower_bound=1)
+_WINDOW = flags.DEFINE_integer("window", None, "Sliding window; default: everything before.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Measurements a case.", lower_bound=2)
+_CHECK_ROWS = flags.DEFINE_integer("check_rows", 512, "Rows compared with the dense float64 reference.", lower_bound=1)
+_MATRIX_SIZE = flags.DEFINE_integer(
+    "matrix_size", None, "Side of the matrix product. Default: 1024 on a CPU, else 8192.", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", 0, "Of inputs and order.")
+_OUTPUT = flags.DEFINE_string("output", "benchmark", "Path without ending of the .json and .png files.")
+
+
+def known(flag, values, names):
+    """`values` if all are among `names`; else a UserError with the nearest."""
+    if not values:
+        raise cli.UserError(f"--{flag} is empty: choose of {', '.join(names)}")
+    for value in values:
+        if value not in names:
+            close = difflib.get_close_matches(value, names, n=1)
+            raise cli.UserError(f"unknown --{flag}={value}: " + (
+                f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}"))
+    return list(dict.fromkeys(values))
+
+
+def positive_integers(flag, values):
+    if not values or not all(value.isdecimal() and int(value) > 0 for value in values):
+        raise cli.UserError(f"--{flag}={','.join(values)}: give positive integers with commas between")
+    return sorted({int(value) for value in values})
+
+
+def environment():
+    """Where the numbers come from."""
+    device = jax.devices()[0]
+    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "runtime": device.client.platform_version}
+    return {"device": device.device_kind, "platform": device.platform, "versions": versions}
+
+
+def plot(records, path):
+    """Time and memory against L, a line an op, implementation, dtype and pass."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(14, 6), layout="constrained")
+    timed = [record for record in records if record["median_seconds"] and record["op"] != "matrix product"]
+    names = [(record["op"], record["implementation"], record["dtype"], record["pass"]) for record in timed]
+    for index, name in enumerate(dict.fromkeys(names)):
+        points = sorted((record["length"], record["median_seconds"] * 1e3, (record["memory_bytes"] or 0) / 2**20)
+                        for record, own in zip(timed, names) if own == name)
+        style = {"color": f"C{index // 2 % 10}", "marker": "o^sv"[index // 20 % 4],
+                 "linestyle": "-" if name[3] == "forward" else "--"}
+        for axis, column in zip(axes, (1, 2)):
+            axis.plot([p[0] for p in points], [p[column] for p in points], label=" ".join(name), **style)
+    for axis, title in zip(axes, ("time, ms", "memory, MiB")):
+        axis.set(xscale="log", yscale="log", xlabel="sequence length", title=title)
+        axis.grid(True, which="both", alpha=0.3)
+        lengths = sorted({record["length"] for record in timed})
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
+    if timed:
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main():
+    accelerator = jax.default_backend() != "cpu"
+    names = known("ops", _OPS.value, NAMES)
+    implementations = known(
+        "implementations", _IMPLEMENTATIONS.value or ["xla", "pallas"][:1 + accelerator], IMPLEMENTATIONS)
+    dtypes = known("dtypes", _DTYPES.value or ["bfloat16" if accelerator else "float32"], tuple(measure.LIMITS))
+    directions = known("passes", _PASSES.value, measure.PASSES)
+    lengths = positive_integers("lengths", _LENGTHS.value)
+    output = pathlib.Path(_OUTPUT.value)
+    if not output.parent.is_dir():
+        raise cli.UserError(f"--output={output}: there is no folder {output.parent}")
+
+    where = environment()
+    print(f"{where['device']}, jax {jax.__version__}; B={_BATCH.value} H={_NUM_HEADS.value} K={_HEAD_DIM.value}")
+    records = []
+    for dtype in dtypes:
+        for length in lengths:
+            shape = measure.Shape(_BATCH.value, length, _NUM_HEADS.value, _HEAD_DIM.value, dtype, _WINDOW.value)
+            cases = measure.run_group(
+                names, implementations, directions, shape, rounds=_ROUNDS.value, check_rows=_CHECK_ROWS.value,
+                matrix_size=_MATRIX_SIZE.value or (8192 if accelerator else 1024), seed=_SEED.value)
+            records += measure.finish(cases)
+            print(measure.table(records[-len(cases):]), flush=True)
+    settings = {flag.name: flag.value for flag in (
+        _BATCH, _NUM_HEADS, _HEAD_DIM, _WINDOW, _ROUNDS, _CHECK_ROWS, _MATRIX_SIZE, _SEED)}
+    output.with_name(output.name + ".json").write_text(json.dumps(
+        {"environment": where, "settings": settings, "results": records}, indent=1) + "\n")
+    plot(records, output.with_name(output.name + ".png"))
+    print(f"wrote {output}.json and {output}.png")
+
+
+if __name__ == "__main__":
+    cli.run(main)

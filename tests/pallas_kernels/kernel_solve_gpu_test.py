@@ -1,0 +1,318 @@
+"""GPU kernels of the causal solve in Pallas' interpreter, against golden arrays and a dense float64 solve."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import kernel_solve_gpu
+from pallas_kernels.kernel_solve_gpu import kernel_solve
+
+NAMES = ("query", "key", "rhs", "coefficient")
+
+
+def reference(args, cotangent, *, strict, segment_ids=None, window=None, scale=1.0):
+    """(u, gradients) of the system written out in float64, by numpy, with the derivatives of a solve and a softmax."""
+    query, key, rhs, cotangent = (np.swapaxes(np.asarray(x, np.float64), 1, 2) for x in (*args[:3], cotangent))
+    length = query.shape[2]
+    row, column = np.arange(length)[:, None], np.arange(length)[None, :]
+    mask = (column < row if strict else column <= row)[None]
+    if window is not None:
+        mask = mask & (row - column < window)
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[:, None, :]
+    scores = np.where(mask[:, None], scale * query @ np.swapaxes(key, 2, 3), -np.inf)
+    top = np.max(scores, axis=-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+    total = np.sum(weights, axis=-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1.0, total)  # a row that sees nothing has weights 0
+    coefficient = np.asarray(args[3], np.float64)
+    factor = np.swapaxes(coefficient, 1, 2)[..., None] if strict else 1.0
+    system = factor * weights + np.eye(length) * (1.0 if strict else coefficient[None, :, None, None])
+    u = np.linalg.solve(system, rhs)
+    y = np.linalg.solve(np.swapaxes(system, 2, 3), cotangent)
+    dsystem = -y @ np.swapaxes(u, 2, 3)
+    dweights = factor * dsystem
+    dscores = scale * weights * (dweights - np.sum(weights * dweights, axis=-1, keepdims=True))
+    dcoefficient = np.swapaxes(np.sum(dsystem * weights, axis=-1), 1, 2) if strict else -np.sum(y * u, axis=(0, 2, 3))
+    grads = [np.swapaxes(x, 1, 2) for x in (dscores @ key, np.swapaxes(dscores, 2, 3) @ query, y)]
+    return np.swapaxes(u, 1, 2), [*grads, dcoefficient]
+
+
+def problem(length, head_dim=16, *, strict=False, gamma=1.0, ridge=1e-2, dtype=np.float32, num_heads=2, seed=0):
+    """(query, key, rhs, coefficient, cotangent): rotated-reference-like keys of norm gamma, rounded to dtype."""
+    rng = np.random.default_rng(seed)
+    shape = (1, length, num_heads, head_dim)
+    query, key, rhs, cotangent = rng.standard_normal((4, *shape))
+    if not strict:
+        # Cubit's diagonal is the largest score of its row.
+        key = gamma * query / np.linalg.norm(query, axis=-1, keepdims=True)
+    coefficient = rng.standard_normal(shape[:3]) if strict else np.linspace(1.0, 2.0, num_heads) * ridge
+    # Through jax's own dtypes, so that the reference sees the rounded values.
+    query, key, rhs = (np.asarray(jnp.asarray(x, dtype)) for x in (query, key, rhs))
+    return query, key, rhs, coefficient.astype(np.float32), cotangent.astype(np.float32)
+
+
+@functools.cache
+def _jitted(strict, window, scale, segmented, block_size):
+    def run(args, segment_ids, cotangent):
+        def solve(query, key, rhs, coefficient):
+            return kernel_solve(
+                query, key, rhs, **{"beta" if strict else "ridge": coefficient},
+                segment_ids=segment_ids if segmented else None, window=window, scale=scale, block_size=block_size,
+                interpret=True)
+        solution, vjp = jax.vjp(solve, *args)
+        return solution, vjp(cotangent)
+    # The interpreter's programs are large and run for milliseconds: compile them fast.
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": "0"})
+
+
+def device(args, cotangent, *, strict, segment_ids=None, window=None, scale=1.0, block_size=None):
+    """(u, gradients) of the kernel."""
+    segmented = segment_ids is not None
+    ids = jnp.asarray(segment_ids, jnp.int32) if segmented else 0
+    return _jitted(strict, window, scale, segmented, block_size)(
+        tuple(jnp.asarray(x) for x in args), ids, jnp.asarray(cotangent))
+
+
+def check(error, args, cotangent, forward, backward, *, block_size=None, **options):
+    u, grads = device(args, cotangent, block_size=block_size, **options)
+    expected, expected_grads = reference(args, cotangent, **options)
+    assert u.dtype == jnp.float32
+    assert error(u, expected) < forward
+    for name, x, grad, wanted in zip(NAMES, args, grads, expected_grads):
+        assert grad.dtype == x.dtype, name
+        assert error(np.asarray(grad, np.float64), wanted) < backward, name
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("kind", ["krr", "delta"])
+def test_golden(kind, index, golden, error):
+    arrays = golden(f"{kind}_solve_{index}")
+    strict = kind == "delta"
+    coefficient = "beta" if strict else "ridge"
+    args = [arrays[name].astype(np.float32) for name in ("query", "key", "rhs", coefficient)]
+    window = int(arrays["window"]) if "window" in arrays else None
+    u, grads = device(args, arrays["cotangent"].astype(np.float32), strict=strict, window=window,
+                      segment_ids=arrays.get("segment_ids"), scale=float(arrays.get("scale", 1.0)))
+    expected, expected_grads = reference(
+        [arrays[name] for name in ("query", "key", "rhs", coefficient)], arrays["cotangent"], strict=strict,
+        window=window, segment_ids=arrays.get("segment_ids"), scale=float(arrays.get("scale", 1.0)))
+    assert error(u, arrays["solution"]) < 1e-5
+    assert error(expected, arrays["solution"]) < 1e-9
+    for name, grad, wanted in zip(("query", "key", "rhs", coefficient), grads, expected_grads):
+        assert error(grad, arrays[f"grad_{name}"]) < 1e-4, name
+        # The other tests' reference.
+        assert np.abs(wanted - arrays[f"grad_{name}"]).max() < 1e-9 * (1 + np.abs(arrays[f"grad_{name}"]).max()), name
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 53])  # around and beyond a block of 16; 53 is 3 blocks and 5 rows
+@pytest.mark.parametrize("strict", [False, True])
+def test_lengths_that_no_block_divides(strict, length, error):  # H01, H02, H06
+    *args, cotangent = problem(length, strict=strict)
+    check(error, args, cotangent, 1e-5, 1e-4, strict=strict, block_size=16)
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_block_size_does_not_matter(block_size, error):  # H01
+    *args, cotangent = problem(100, strict=True)
+    u, grads = device(args, cotangent, strict=True, window=40, block_size=16)
+    other, other_grads = device(args, cotangent, strict=True, window=40, block_size=block_size)
+    assert error(other, u) < 1e-6
+    for name, a, b in zip(NAMES, other_grads, grads):
+        assert error(a, b) < 1e-5, name
+
+
+def test_no_score_gradient_at_one_position():  # H02
+    *args, cotangent = problem(1)
+    _, grads = device(args, cotangent, strict=False)
+    assert np.abs(grads[0]).max() < 1e-7
+    assert np.abs(grads[1]).max() < 1e-7
+
+
+@pytest.mark.parametrize("gamma, ridge", [(0.0, 1e-10), (0.1, 1e-10), (1.0, 1e-2), (8.0, 1e-10)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_reference_norms(dtype, gamma, ridge, error):  # H03
+    *args, cotangent = problem(70, gamma=gamma, ridge=ridge, dtype=dtype)
+    forward, backward = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
+    check(error, args, cotangent, forward, backward, strict=False, block_size=32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_keys_without_normalisation(dtype, error):  # H03
+    *args, cotangent = problem(130, 64, strict=True, dtype=dtype, num_heads=1)
+    check(error, args, cotangent, 2e-2, 2e-2, strict=True, scale=0.125)
+
+
+def test_identical_keys(error):  # H03
+    query, key, rhs, beta, cotangent = problem(130, 64, strict=True, dtype=jnp.float16, num_heads=1)
+    args = (query, np.broadcast_to(key[:, :1], key.shape), rhs, beta)
+    u, grads = device(args, cotangent, strict=True, scale=0.125)
+    expected, expected_grads = reference(args, cotangent, strict=True, scale=0.125)
+    assert error(u, expected) < 2e-2
+    for name, grad, wanted in list(zip(NAMES, grads, expected_grads))[1:]:
+        assert error(np.asarray(grad, np.float64), wanted) < 2e-2, name
+    # A query makes no difference between equal keys.
+    assert np.abs(grads[0]).max() < 2e-2 * np.abs(expected_grads[1]).max()
+
+
+PACKED = np.concatenate([np.full(20, 3), np.zeros(13), np.full(1, 1), np.full(23, 7), np.full(13, 2)])[None]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_windows_and_segments(strict, segmented, window, error):
+    """Unordered ids, a document of one token and padding in the middle, whose rows see nothing."""
+    if window is None and not segmented:
+        pytest.skip("no mask: the other tests")
+    *args, cotangent = problem(70, strict=strict)
+    ids = PACKED.astype(np.int32) if segmented else None
+    if segmented:
+        cotangent = cotangent * (ids != 0)[:, :, None, None]
+    # u = rhs / ridge at padding would set the scale of the comparison.
+    options = {"strict": strict, "segment_ids": ids, "window": window}
+    u, grads = device(args, cotangent, block_size=16, **options)
+    expected, expected_grads = reference(args, cotangent, **options)
+    real = np.s_[:] if ids is None else ids[0] != 0
+    assert error(u[:, real], expected[:, real]) < 1e-5
+    for name, grad, wanted in zip(NAMES, grads, expected_grads):
+        assert error(grad, wanted) < 1e-4, name
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_packed_half_precision(strict, error):
+    """Padding inside a block must not set the float16 unit of the real rows: there u is rhs / ridge = 1e10."""
+    *args, cotangent = problem(70, strict=strict, dtype=jnp.bfloat16, ridge=1e-10)
+    ids = PACKED.astype(np.int32)
+    cotangent = cotangent * (ids != 0)[:, :, None, None]
+    options = {"strict": strict, "segment_ids": ids}
+    u, grads = device(args, cotangent, block_size=32, **options)
+    expected, expected_grads = reference(args, cotangent, **options)
+    assert error(u[:, ids[0] != 0], expected[:, ids[0] != 0]) < 2e-2
+    for name, grad, wanted in zip(NAMES, grads, expected_grads):
+        assert error(np.asarray(grad, np.float64), wanted) < 2e-2, name
+
+
+def test_documents_do_not_mix():  # H10
+    query, key, rhs, ridge, _ = problem(70)
+    ids = np.repeat([[1, 2]], [30, 40], axis=1)
+    u, _ = device((query, key, rhs, ridge), np.zeros_like(rhs), strict=False, segment_ids=ids, block_size=16)
+    alone, _ = device(tuple(x[:, 30:] for x in (query, key, rhs)) + (ridge,), np.zeros_like(rhs[:, 30:]), strict=False,
+                      block_size=16)
+    np.testing.assert_allclose(u[:, 30:], alone, atol=1e-5)
+    changed = [x.copy() for x in (query, key, rhs)]
+    for x in changed:
+        x[:, :30] += 1.0
+    other, _ = device((*changed, ridge), np.zeros_like(rhs), strict=False, segment_ids=ids, block_size=16)
+    assert np.abs(other[:, :30] - u[:, :30]).max() > 0.1
+    np.testing.assert_array_equal(other[:, 30:], u[:, 30:])
+
+
+def test_causal():  # H12
+    query, key, rhs, ridge, _ = problem(70)
+    for prefix in (15, 16, 33):
+        changed = [x.copy() for x in (query, key, rhs)]
+        for x in changed:
+            x[:, prefix:] = np.nan
+        u, _ = device((*changed, ridge), np.zeros_like(rhs), strict=False, block_size=16)
+        whole, _ = device((query, key, rhs, ridge), np.zeros_like(rhs), strict=False, block_size=16)
+        last = prefix // 16 * 16  # rows of the block that the suffix cuts share products with it
+        np.testing.assert_array_equal(u[:, :last], whole[:, :last])
+
+
+@pytest.mark.parametrize("head_dim, dtype", [
+    *((head_dim, jnp.float32) for head_dim in (8, 48, 96, 128)),
+    *((head_dim, jnp.bfloat16) for head_dim in (16, 24, 64, 80, 256))])
+def test_head_dims(head_dim, dtype, error):  # H07
+    *args, cotangent = problem(33, head_dim, strict=True, dtype=dtype, num_heads=1)
+    limits = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
+    check(error, args, cotangent, *limits, strict=True, scale=head_dim**-0.5, block_size=16)
+
+
+def test_float32_rhs_beside_bfloat16_keys(error):
+    query, key, _, ridge, cotangent = problem(40, dtype=jnp.bfloat16)
+    rhs = np.random.default_rng(5).standard_normal(query.shape).astype(np.float32)
+    check(error, (query, key, rhs, ridge), cotangent, 2e-2, 2e-2, strict=False)
+
+
+def test_transformations(error):
+    """vmap, scan and remat around the kernel give what a Python loop gives."""
+    *args, _ = problem(40, num_heads=1)
+    stacked = [jnp.stack([jnp.asarray(x), 0.5 * jnp.asarray(x)]) for x in args]
+
+    def loss(query, key, rhs, ridge):
+        return jnp.sum(kernel_solve(query, key, rhs, ridge=ridge, block_size=16, interpret=True) ** 2)
+
+    grad = jax.grad(loss, argnums=(0, 1, 2, 3))
+    one_by_one = [jnp.stack(x) for x in zip(*(grad(*(x[i] for x in stacked)) for i in range(2)))]
+    mapped = jax.jit(jax.vmap(grad))(*stacked)
+    remat_grad = jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2, 3))
+    scanned = jax.jit(lambda xs: jax.lax.scan(lambda _, x: (None, remat_grad(*x)), None, xs)[1])(tuple(stacked))
+    for name, want, a, b in zip(NAMES, one_by_one, mapped, scanned):
+        assert error(a, want) < 1e-6, name
+        assert error(b, want) < 1e-6, name
+
+
+def test_shard_map(error):  # H09
+    """Batch and heads over a mesh, every head and row on its own scale: output and gradients of one device."""
+    rng = np.random.default_rng(2)
+    query, key, rhs, cotangent = rng.standard_normal((4, 4, 20, 2, 16)).astype(np.float32)
+    factors = (1.0 + np.arange(4)[:, None, None, None]) * (1.0 + 0.5 * np.arange(2)[:, None])
+    rhs = (rhs * factors).astype(np.float32)
+    ridge = np.array([0.1, 0.3], np.float32)
+
+    def solve(query, key, rhs, ridge):
+        return kernel_solve(query, key, rhs, ridge=ridge, interpret=True)
+
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rows = P("data", None, "tensor", None)
+    # Pallas calls do not declare which mesh axes their outputs vary over; the gradient of the ridge, which is the same
+    # on every shard of the batch, is summed by shard_map's transpose either way.
+    sharded = jax.shard_map(solve, mesh=mesh, in_specs=(rows, rows, rows, P("tensor")), out_specs=rows, check_vma=False)
+
+    def both(solve):
+        def run(args, cotangent):
+            u, vjp = jax.vjp(solve, *args)
+            return u, *vjp(cotangent)
+        return jax.jit(run)
+
+    place = [jax.device_put(x, NamedSharding(mesh, rows)) for x in (query, key, rhs)]
+    compiled = both(sharded).lower((*place, ridge), jax.device_put(cotangent, NamedSharding(mesh, rows))).compile()
+    assert "all-gather" not in compiled.as_text()
+    got = both(sharded)((*place, ridge), cotangent)
+    for name, a, b in zip(("u", *NAMES), got, both(solve)((query, key, rhs, ridge), cotangent)):
+        assert error(a, b) < 1e-6, name
+
+
+def test_refusals():
+    *args, _ = problem(20)
+    query, key, rhs, ridge = (jnp.asarray(x) for x in args)
+    with pytest.raises(NotImplementedError, match=r"block sizes \(16, 32, 64\)"):
+        kernel_solve(query, key, rhs, ridge=ridge, block_size=48)
+    for dtype, limit in ((jnp.float32, 128), (jnp.bfloat16, 256)):
+        wide = jnp.zeros((1, 4, 1, limit + 1), dtype)
+        with pytest.raises(NotImplementedError, match=f"head_dim <= {limit} for {jnp.dtype(dtype).name}"):
+            kernel_solve(wide, wide, wide, ridge=ridge[:1])
+    with pytest.raises(ValueError, match="exactly one"):
+        kernel_solve(query, key, rhs)
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64"):
+        kernel_solve(query.astype(jnp.float64), key, rhs, ridge=ridge)
+
+
+def test_tile_ranges():
+    """Tile ranges: a block starts at the first block it can see, and nothing is skipped that it sees."""
+    settings = kernel_solve_gpu.Settings(
+        strict=False, segmented=True, window=20, scale=1.0, rows=16, half=False, interpret=True)
+    ids = np.zeros(96, np.int32)
+    ids[:40], ids[40:90] = 5, 2
+    first, last = kernel_solve_gpu._tile_range(jnp.asarray(ids)[None], 1, 96, settings)
+    row, column = np.arange(96)[:, None], np.arange(96)[None, :]
+    seen = (column <= row) & (row - column < 20) & (ids[:, None] == ids[None, :]) & (ids != 0)[None, :]
+    tiles = seen.reshape(6, 16, 6, 16).any(axis=(1, 3)) | np.eye(6, dtype=bool)
+    np.testing.assert_array_equal(first[0], [np.flatnonzero(tiles[i]).min() for i in range(6)])
+    np.testing.assert_array_equal(last[0], [np.flatnonzero(tiles[:, i]).max() for i in range(6)])

@@ -29,6 +29,7 @@ def get_config(size="125m"):
     config.checkpoint_every = 100 if tiny else 1000
     config.keep_checkpoints = 2
     config.diagnostics_every = 100 if tiny else 1000  # learned ridge, rescale, smallest diagonal, energies; 0 is never
+    config.init_from = config_dict.placeholder(str)  # a workdir whose last parameters this run starts from, at step 0
     config.max_skipped_updates = 10  # non-finite losses or gradients in a row before the run stops
 
     config.model = model = ml_collections.ConfigDict()

@@ -37,7 +37,7 @@ def run(main, required=()):
             sys.exit(130)
 
     logging.set_verbosity(logging.INFO)
-    logging.get_absl_handler().addFilter(_is_ours_or_warning)
+    logging.get_absl_handler().addFilter(_is_for_the_user)
     app.run(guarded, flags_parser=parse)
 
 
@@ -51,9 +51,12 @@ def define_config():
     return holder
 
 
-def fail(error):
-    """Prints the error as one line and ends the process with exit code 1."""
+def fail(error, at_once=False):
+    """Prints the error as one line and ends the process with exit code 1; at_once without waiting for its threads."""
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    if at_once:
+        sys.stdout.flush()
+        os._exit(1)
     sys.exit(1)
 
 
@@ -97,7 +100,6 @@ def _unknown_field(error):
     return f"the config has no field {name!r}: configs/base.py lists them all"
 
 
-def _is_ours_or_warning(record):
-    """Checkpoint and data libraries log every internal step; only their warnings are for the user."""
-    return record.levelno > logging.converter.absl_to_standard(logging.INFO) or not re.search(
-        r"[/\\](orbax|grain|jax)[/\\]", record.pathname)
+def _is_for_the_user(record):
+    """Orbax and grain log every internal step, and failures that reach us as exceptions anyway, with their traceback."""
+    return not re.search(r"[/\\](orbax|grain)[/\\]", record.pathname)

@@ -1,0 +1,122 @@
+"""Where a run's numbers go: metrics.jsonl and TensorBoard; and the arithmetic of model FLOP utilisation.
+
+Keys: step, train/loss, eval/loss, eval/bits_per_byte, learning_rate, gradient_norm, parameter_norm, tokens_per_second,
+model_flop_utilization (devices of known peak only), skipped_updates, diagnostics/... (a number a layer).
+"""
+
+import json
+import math
+import os
+import pathlib
+
+import tensorboardX
+
+from cubit_jax.cli import UserError
+
+# Dense bfloat16 FLOP/s of one device as JAX counts them, from the vendors' data sheets; by Device.device_kind.
+PEAK_FLOPS = {
+    "TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12, "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 2307e12 / 2,  # JAX sees a chip's two cores
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+}
+
+
+class JsonLines:
+    """Appends one JSON object a step to a file; numbers that are not finite become null.
+
+    A run that goes on from step n first drops the lines beyond n, and a line that a killed process left unfinished, so
+    that each step stands in the file once.
+    """
+
+    def __init__(self, path, resume_step):
+        self._path = pathlib.Path(path)
+        try:
+            if self._path.exists():
+                self._drop_after(resume_step)
+            self._file = open(self._path, "a")  # noqa: SIM115 (open for as long as the run)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def write(self, step, values):
+        record = {"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()}
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def close(self):
+        self._file.close()
+
+    def _drop_after(self, step):
+        lines = self._path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text("".join(kept))
+            os.replace(temporary, self._path)
+
+    def _failed(self, error):
+        return UserError(f"cannot write {self._path}: {error.strerror or error}")
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; what an earlier process wrote beyond the step it goes on from is hidden."""
+
+    def __init__(self, folder, resume_step):
+        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=20)
+
+    def write(self, step, values):
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self):
+        self._writer.close()
+
+
+class Writers:
+    """Several writers as one; without any (processes other than the first) it does nothing."""
+
+    def __init__(self, *writers):
+        self._writers = writers
+
+    def write(self, step, values):
+        """Writes {name: number} of one step, once a step and in rising order; UserError if a file cannot be written."""
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def close(self):
+        for writer in self._writers:
+            writer.close()
+
+
+def open_writers(workdir, resume_step, process_index=0):
+    """The writers of a run that goes on after step `resume_step` (0 at its start). Only process 0 writes."""
+    if process_index:
+        return Writers()
+    folder = pathlib.Path(workdir)
+    return Writers(JsonLines(folder / "metrics.jsonl", resume_step), TensorBoard(folder / "tensorboard", resume_step))
+
+
+def flops_per_token(model, num_parameters):
+    """Floating-point operations of the model itself a training token, forward and backward; recomputation not counted.
+
+    6 for every parameter of a matrix product (all but the embedding table; norms are too few to matter), and for each
+    product of a causal [L, L] matrix with K columns a head 2 * L / 2 * K forward and twice that backward: attention
+    has two such products, the solve two more.
+
+    Args:
+      model: ModelConfig. num_parameters: how many parameters it has.
+    """
+    tied = 0 if model.tie_embeddings else model.vocab_size * model.model_dim
+    products = {"attention": 2, "cubit": 4, "deltaformer": 4, "cem": 2}
+    reach = model.seq_len / 2 if model.window is None else min(model.window, model.seq_len / 2)
+    mixing = sum(products[name] for name in model.layer_mixers()) * 6 * reach * model.num_heads * model.head_dim
+    return 6 * (num_parameters - tied) + mixing
+
+
+def utilization(flops_per_token, tokens_per_second, devices):
+    """Share of the devices' peak that the model's own operations reach; None where the peak is not known."""
+    peak = PEAK_FLOPS.get(devices[0].device_kind)
+    return None if peak is None else flops_per_token * tokens_per_second / (peak * len(devices))

@@ -11,8 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
+MIB = 2**20
 LOG2_E = math.log2(math.e)
 # exp2(MASKED - FLOOR) is 0 and so is exp2(x - UNSEEN): a row that sees nothing gets no weight, never NaN.
 MASKED = -2e30
@@ -39,7 +42,6 @@ class Settings:
     window: int | None
     segments: bool
     precise: bool
-    vmem_limit: int
 
     @property
     def log2_scale(self):
@@ -62,18 +64,35 @@ class Settings:
         return min(every, -(-(self.rows + self.window - 1) // self.columns) + 1)
 
     def diagonal_tile(self, i):
-        return lax.div(i, self.columns // self.rows)
+        return divide(i, self.columns // self.rows)
 
     def first_tile(self, i):
         if self.window is None:
             return 0
-        return lax.div(jnp.maximum(i * self.rows - (self.window - 1), 0), self.columns)
+        return divide(jnp.maximum(i * self.rows - (self.window - 1), 0), self.columns)
 
 
-def output_type(inputs):
-    """(shape, dtype) -> type of an output that varies over the axes of a shard_map over which any input varies."""
+def divide(x, n):
+    """x // n for x >= 0 and a static n. The compiler's estimator follows shifts, not divisions."""
+    return x >> (n.bit_length() - 1) if n & (n - 1) == 0 else lax.div(x, n)
+
+
+def output_type(inputs, interpret):
+    """(shape, dtype) -> type of an output, which varies over the axes of a shard_map over which any input varies."""
     varying = frozenset().union(*(jax.typeof(x).mat.varying for x in inputs))
-    return functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
+    kind = jax.sharding.ManualAxisType(varying=varying)
+    if interpret:
+        return functools.partial(jax.ShapeDtypeStruct, manual_axis_type=kind)
+    return lambda shape, dtype: pl.MemoryRef(
+        jax.core.ShapedArray(shape, dtype, manual_axis_type=kind), memory_space=pltpu.HBM
+    )
+
+
+def in_hbm(inputs, interpret):
+    """Keeps XLA from moving the operands of a kernel to vector memory, which the kernel needs for its own arrays."""
+    if interpret:
+        return inputs
+    return [x if x.ndim == 1 else pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in inputs]
 
 
 def head(settings, h):
@@ -134,10 +153,7 @@ def fold_sublanes(x):
 def row_to_column(row):
     """[1, N] -> [N, 128] with all lanes equal."""
     return jnp.concatenate(
-        [
-            jnp.broadcast_to(row[:, start : start + LANES], (LANES, LANES)).T
-            for start in range(0, row.shape[1], LANES)
-        ],
+        [jnp.broadcast_to(row[:, start : start + LANES], (LANES, LANES)).T for start in range(0, row.shape[1], LANES)],
         axis=0,
     )
 

@@ -3,8 +3,8 @@
     D_i u_i + c_i sum_{visible j} P_ij u_j = rhs_i,   P = softmax_visible(scale * query key^T)
 
 Cubit (arXiv 2605.06501, eq. 13): c = 1, the diagonal is visible, D = ridge. DeltaFormer (arXiv 2505.19488): c = beta,
-strictly lower triangular, D = 1. The forward kernel makes two matrix products a tile, the backward kernel five, as flash
-attention does; memory is linear in the length.
+strictly lower triangular, D = 1. The forward kernel makes two matrix products a tile, the backward kernel five, as
+flash attention does; memory is linear in the length.
 """
 
 import dataclasses
@@ -15,11 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks_tpu import LANES, Settings
-from pallas_kernels.kernel_solve_tpu_backward import backward
-from pallas_kernels.kernel_solve_tpu_forward import forward
+from pallas_kernels.kernel_solve_tpu_backward import backward, backward_bytes
+from pallas_kernels.kernel_solve_tpu_forward import forward, forward_bytes
 
 HEAD_DIMS = (64, 128, 256)
 MIB = 2**20
+# Bytes a core, by device kind.
+VECTOR_MEMORY = {
+    "TPU v5 lite": 128 * MIB,
+    "TPU v5": 64 * MIB,
+    "TPU v6 lite": 128 * MIB,
+    "TPU7x": 64 * MIB,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,33 +52,39 @@ class BlockSizes:
                 raise ValueError(f"{columns=} must be a multiple of {rows=}")
 
     @classmethod
-    def best(cls, device_kind, length, num_heads, head_dim, precise):
-        """Sizes for a device kind as JAX names it; one that is not known gets those for the smallest vector memory."""
+    def best(cls, device_kind, length, num_heads, head_dim, precise, rows=None):
+        """Sizes for a device kind as JAX names it; one that is not known gets those for the smallest vector memory.
+
+        Raises NotImplementedError where what has to stay in vector memory does not fit.
+        """
         memory = VECTOR_MEMORY.get(device_kind, min(VECTOR_MEMORY.values()))
-        width = 4 if precise else 2
-        padded = max(head_dim, LANES)
-        rows = _even_rows(length, 512)
-        columns = rows if length <= rows else 2 * rows
-        allowed = _allowed_heads(num_heads, head_dim)
-        # u stays in vector memory going forward, two float32 accumulators going back.
-        heads = max((n for n in allowed if n <= 4 and 3 * n * length * padded * width <= memory), default=allowed[0])
-        return cls(rows, columns, heads, rows, columns, allowed[0])
+        columns = rows
+        if rows is None:
+            blocks = -(-length // 512)
+            rows = -(-length // (blocks * LANES)) * LANES  # as even as the unit of 128 allows
+            columns = rows if precise or blocks == 1 else 2 * rows
+        length = -(-length // rows) * rows
 
+        def most_heads(need, most):
+            fits = {
+                n: need(length, rows, columns, n, head_dim, precise)
+                for n in _allowed_heads(num_heads, head_dim)
+                if n <= most
+            }
+            # Half of the memory for the kernel leaves XLA what it may want for the arrays around it.
+            few, enough = min(fits, default=None), [n for n, size in fits.items() if size <= memory // 2]
+            if enough:
+                return max(enough)
+            if few is not None and fits[few] <= 7 * memory // 8:
+                return few
+            raise NotImplementedError(
+                f"the TPU kernel keeps u and its gradients in vector memory: {length=} with {num_heads=}, {head_dim=} "
+                f"does not fit in {memory // MIB} MiB"
+            )
 
-# Bytes a core, by device kind.
-VECTOR_MEMORY = {
-    "TPU v5 lite": 128 * MIB,
-    "TPU v5": 64 * MIB,
-    "TPU v5p": 64 * MIB,
-    "TPU v6 lite": 128 * MIB,
-    "TPU7x": 64 * MIB,
-}
-
-
-def _even_rows(length, most):
-    """Rows a block: at most `most`, and the blocks as even as the unit of 128 allows."""
-    blocks = -(-length // most)
-    return -(-length // (blocks * LANES)) * LANES
+        heads = most_heads(forward_bytes, 2 if precise else 4)
+        backward_heads = most_heads(backward_bytes, max(1, LANES // head_dim))
+        return cls(rows, columns, heads, rows, columns, backward_heads)
 
 
 def _allowed_heads(num_heads, head_dim):
@@ -135,17 +148,7 @@ def kernel_solve(
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     if rhs.dtype != jnp.bfloat16:
         rhs = rhs.astype(jnp.float32)
-    padded_dim = min(n for n in HEAD_DIMS if n >= head_dim)
-    sizes = block_size
-    if not isinstance(sizes, BlockSizes):
-        sizes = BlockSizes.best(_device_kind(), length, num_heads, padded_dim, precise)
-        if block_size is not None:
-            sizes = dataclasses.replace(
-                sizes, rows=block_size, columns=block_size, backward_rows=block_size, backward_columns=block_size
-            )
-    for heads in (sizes.heads, sizes.backward_heads):
-        if heads not in _allowed_heads(num_heads, padded_dim):
-            raise ValueError(f"{heads=} must be one of {_allowed_heads(num_heads, padded_dim)}")
+    sizes, padded_dim = _sizes(block_size, length, num_heads, head_dim, precise)
     unit = math.lcm(sizes.rows, sizes.backward_rows)
     padded_length = -(-length // unit) * unit
 
@@ -161,7 +164,6 @@ def kernel_solve(
             window=None if window is None or window >= length else int(window),
             segments=segment_ids is not None,
             precise=precise,
-            vmem_limit=56 * MIB,
         )
 
     config = _Config(
@@ -183,16 +185,37 @@ def kernel_solve(
         # The rows that are added see each other, so that their system is never singular.
         segment_ids = jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, rows_missing)), constant_values=2**30)
     u = _solve(config, flat(query), flat(key), flat(rhs), diagonal, segment_ids)
-    return u.reshape(batch, padded_length, num_heads, padded_dim)[:, :length, :, :head_dim]
+    return u[:, :length, :, :head_dim]
 
 
-def _device_kind():
-    return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+def _sizes(block_size, length, num_heads, head_dim, precise):
+    """(block sizes, head dimension that they are for: padded to what a register holds)."""
+    dims = [n for n in HEAD_DIMS if n >= head_dim]
+    if isinstance(block_size, BlockSizes):
+        for heads in (block_size.heads, block_size.backward_heads):
+            allowed = _allowed_heads(num_heads, dims[0])
+            if heads not in allowed:
+                raise ValueError(f"{heads=} of the block sizes must be one of {allowed}")
+        return block_size, dims[0]
+    device_kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+    try:
+        return BlockSizes.best(device_kind, length, num_heads, dims[0], precise, block_size), dims[0]
+    except NotImplementedError:
+        if dims[0] >= LANES:
+            raise
+    # Two heads of 64 share a register; where both do not fit, one alone may.
+    return BlockSizes.best(device_kind, length, num_heads, LANES, precise, block_size), LANES
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _solve(config, query, key, rhs, diagonal, segment_ids):
-    return _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals=False)[0]
+    (u,) = _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals=False)
+    return _by_head(config, u)
+
+
+def _by_head(config, u):
+    """To [B, L, H, K]."""
+    return u.reshape(*u.shape[:2], -1, config.forward.head_dim)
 
 
 def _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals):
@@ -220,7 +243,7 @@ def _column_ids(ids):
 
 def _solve_forward(config, query, key, rhs, diagonal, segment_ids):
     u, lse, inverse, *row_sum = _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals=True)
-    return u, (query, key, rhs, diagonal, segment_ids, u, lse, inverse, *row_sum)
+    return _by_head(config, u), (query, key, rhs, diagonal, segment_ids, u, lse, inverse, *row_sum)
 
 
 def _solve_backward(config, saved, cotangent):
@@ -232,7 +255,7 @@ def _solve_backward(config, saved, cotangent):
         segments = (segment_ids[:, None], _across_lanes(_column_ids(segment_ids)))
     d_query, d_key, d_rhs, d_diagonal = backward(
         s,
-        cotangent,
+        cotangent.reshape(query.shape),
         query,
         key,
         rhs,

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.blocks_tpu import (
     FLOOR,
     LANES,
+    MIB,
     block,
     causal,
     dot,
@@ -21,6 +22,7 @@ from pallas_kernels.blocks_tpu import (
     fold_sublanes,
     head,
     hide,
+    in_hbm,
     output_type,
     row_to_column,
     visible,
@@ -31,8 +33,8 @@ from pallas_kernels.blocks_tpu import (
 def backward(settings, cotangent, query, key, rhs, ridge, beta, segments, u, lse, inverse, row_sum, *, interpret):
     """Gradients, shaped and typed as the inputs: (query, key, rhs, ridge or beta).
 
-    Arrays as for forward; segments: a pair (rows [B, 1, L], columns [B, L, 128]) or None. The gradient of ridge comes as
-    partial sums [B * H / heads, 1, heads * K], that of beta as [B * H / heads, heads, L].
+    Arrays as for forward; segments: a pair (rows [B, 1, L], columns [B, L, 128]) or None. The gradient of ridge comes
+    as partial sums [B * H / heads, 1, heads * K], that of beta as [B * H / heads, heads, L].
     """
     s = settings
     batch, length, width = query.shape
@@ -74,7 +76,7 @@ def backward(settings, cotangent, query, key, rhs, ridge, beta, segments, u, lse
             pl.BlockSpec((1, s.rows, LANES), lambda g, i, j: (g_batch(g), row_block(i), 0)),
             pl.BlockSpec((1, s.columns, LANES), lambda g, i, j: (g_batch(g), column_block(i, j), 0)),
         ]
-    shape = output_type(inputs)
+    shape = output_type(inputs, interpret)
     out_shape = [shape(x.shape, x.dtype) for x in (query, key, rhs)]
     out_specs = [row_spec(tile_lanes)] * 3
     if s.strict:
@@ -98,11 +100,20 @@ def backward(settings, cotangent, query, key, rhs, ridge, beta, segments, u, lse
             pltpu.VMEM((s.heads, 1, s.rows), jnp.float32),  # minus delta
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=s.vmem_limit
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=backward_bytes(length, s.rows, s.columns, s.heads, s.head_dim, s.precise),
         ),
         interpret=interpret,
         name="kernel_solve_tpu_backward",
-    )(*inputs)
+    )(*in_hbm(inputs, interpret))
+
+
+def backward_bytes(length, rows, columns, heads, head_dim, precise):
+    """Limit of vector memory for the compiler, as forward_bytes."""
+    width, lanes = 4 if precise else 2, max(head_dim, LANES)
+    scratch = 2 * (length + rows) * lanes * 4
+    blocks = 2 * rows * (lanes * (8 + 7 * width) + LANES * 4) + 2 * columns * lanes * (4 + width)
+    return heads * (scratch + blocks + rows * columns * (16 if precise else 8)) + 4 * MIB
 
 
 def _kernel(*refs, settings):
@@ -130,11 +141,13 @@ def _kernel(*refs, settings):
         jax.lax.fori_loop(0, s.num_row_blocks, clear, None)
         d_diagonal[...] = jnp.zeros_like(d_diagonal)
 
-    def products(h, columns, rows, weights, mask, key_tile, u_tile):
+    def products(h, columns, rows, weights, keep, key_tile, u_tile):
         """dS of a tile from its weights, and what it adds to the gradients; rows are lanes of the row block."""
         z_rows, query_rows = z[h, rows], query[0, rows, head(s, h)]
         d_weights = dot(u_tile.astype(s.dtype), z_rows, (1, 1), s.precise)
-        d_scores = hide(weights * (minus_delta[h, :, rows] - d_weights), mask, 0.0)
+        d_scores = weights * (minus_delta[h, :, rows] - d_weights)
+        if keep is not None:
+            d_scores = d_scores * keep
         if not s.strict:
             d_scores_sum[h, :, rows] += fold_sublanes(d_scores)
         d_scores = d_scores.astype(s.dtype)
@@ -208,9 +221,9 @@ def _kernel(*refs, settings):
                 # The diagonal of dS follows from the rest of its row (see below); for DeltaFormer there is none.
                 edge = None
                 if not s.strict:
-                    edge = causal(s, 1, True)
+                    edge = causal(s, 1, True).astype(jnp.float32)
                     if b < blocks[-1]:
-                        rest = jnp.ones((LANES, s.rows - (b + 1) * LANES), jnp.bool_)
+                        rest = jnp.ones((LANES, s.rows - (b + 1) * LANES), jnp.float32)
                         edge = jnp.concatenate([edge, rest], axis=1)
                 products(
                     h,
@@ -238,8 +251,8 @@ def _kernel(*refs, settings):
             d_query_rows = d_query_sum[h].T
             d_key_rows = d_key_sum[h, pl.ds(first_row, s.rows)]
             if not s.strict:
-                # The rows of dS sum to zero. With peaked weights dP - delta cancels on the diagonal, so it is taken as minus
-                # the sum of the others: 3e-4 relative error in the gradient of query for bfloat16, where it was 0.29.
+                # The rows of dS sum to zero. With peaked weights dP - delta cancels on the diagonal, so it is taken as
+                # minus the sum of the others: 3e-4 relative error in d query for bfloat16, where it was 0.29.
                 total = jnp.sum(d_scores_sum[h], axis=0, keepdims=True)
                 total = widen(row_to_column(total), s.head_dim)
                 d_query_rows -= total * key_own[0, :, head(s, h)].astype(jnp.float32)

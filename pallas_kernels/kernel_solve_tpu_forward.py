@@ -12,6 +12,7 @@ from pallas_kernels.blocks_tpu import (
     LANES,
     LOG2_E,
     MASKED,
+    MIB,
     UNSEEN,
     block,
     causal,
@@ -21,6 +22,7 @@ from pallas_kernels.blocks_tpu import (
     fold_lanes,
     head,
     hide,
+    in_hbm,
     invert,
     iota,
     output_type,
@@ -34,8 +36,9 @@ def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, inte
     """u and, with residuals, what the backward pass needs.
 
     query, key, rhs: [B, L, H * K]; ridge: [B * H] or None; beta: [B * H / heads, heads, L] or None; segments: a pair
-    (rows [B, L, 128], columns [B, 1, L]) or None. Returns (u [B, L, H * K],) or (u, lse, inverse, row_sum or None) with
-    lse [B * H / heads, heads, L] in base 2, inverse [B, L, H * 128]: float32; row_sum [B, L, H * K] = P u of DeltaFormer.
+    (rows [B, L, 128], columns [B, 1, L]) or None. Returns (u [B, L, H / heads, heads, K],) or, with residuals,
+    (u [B, L, H * K], lse, inverse) and for DeltaFormer row_sum [B, L, H * K] = P u; lse [B * H / heads, heads, L] is in
+    base 2, inverse [B, L, H * 128] holds those of the diagonal blocks.
     """
     s = settings
     batch, length, width = query.shape
@@ -70,18 +73,23 @@ def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, inte
             pl.BlockSpec((1, s.rows, LANES), lambda g, i, j: (g_batch(g), i, 0)),
             pl.BlockSpec((1, 1, s.columns), lambda g, i, j: (g_batch(g), 0, column_block(i, j))),
         ]
-    shape = output_type(inputs)
-    out_shape = [shape((batch, length, width), jnp.float32)]
-    out_specs = [row_spec(tile_lanes)]
+    shape = output_type(inputs, interpret)
     if residuals:
-        out_shape += [
+        out_shape = [
+            shape((batch, length, width), jnp.float32),
             shape((batch * groups, s.heads, length), jnp.float32),
             shape((batch, length, groups * s.heads * LANES), jnp.float32),
         ]
-        out_specs += [row_of_lanes, row_spec(s.heads * LANES)]
+        out_specs = [row_spec(tile_lanes), row_of_lanes, row_spec(s.heads * LANES)]
         if s.strict:
             out_shape.append(shape((batch, length, width), s.dtype))
             out_specs.append(row_spec(tile_lanes))
+    else:
+        # As it lies in memory this is [B, L, H, K], so no copy follows. The backward pass wants the heads side by side.
+        out_shape = [shape((batch, length, groups, s.heads, s.head_dim), jnp.float32)]
+        out_specs = [
+            pl.BlockSpec((1, s.rows, 1, s.heads, s.head_dim), lambda g, i, j: (g_batch(g), i, g_lane(g), 0, 0))
+        ]
     return pl.pallas_call(
         functools.partial(_kernel, settings=s, residuals=residuals),
         out_shape=out_shape,
@@ -95,11 +103,25 @@ def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, inte
             pltpu.VMEM((s.heads, length, s.head_dim), s.dtype),  # u, for the products of later rows
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=s.vmem_limit
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=forward_bytes(length, s.rows, s.columns, s.heads, s.head_dim, s.precise, residuals),
         ),
         interpret=interpret,
         name="kernel_solve_tpu_forward",
-    )(*inputs)
+    )(*in_hbm(inputs, interpret))
+
+
+def forward_bytes(length, rows, columns, heads, head_dim, precise, residuals=True):
+    """Limit of vector memory for the compiler: scratch, two of every block, and what was seen to be spilled.
+
+    It is tight on purpose: XLA puts arrays of its own beyond the limit, whatever the kernel uses of it.
+    """
+    width, lanes = 4 if precise else 2, max(head_dim, LANES)
+    scratch = rows * (2 * LANES + lanes) * 4 + length * lanes * width
+    blocks = 2 * lanes * (rows * (2 * width + 4) + columns * width)
+    if residuals:
+        blocks += 2 * rows * (LANES * 4 + lanes * width)
+    return heads * (scratch + blocks + rows * columns * (12 if precise else 4)) + 3 * MIB
 
 
 def _kernel(*refs, settings, residuals):
@@ -229,9 +251,11 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
             known_scale = widen(scale[h, b], s.head_dim)
             target = rhs[0, block(b), head(s, h)].astype(jnp.float32) - known_scale * known
             u = dot_float32(inverses[h, b], target, s.precise)
-            outputs[0][0, block(b), head(s, h)] = u
             u_low[h, block(b)] = u.astype(s.dtype)
-            if residuals:
+            if not residuals:
+                outputs[0][0, block(b), 0, h] = u
+            else:
+                outputs[0][0, block(b), head(s, h)] = u
                 outputs[2][0, block(b), h * LANES : (h + 1) * LANES] = inverses[h, b]
                 if s.strict:
                     weights, norm = own[h, b]

@@ -1,0 +1,201 @@
+"""The compiler's static cycle estimates of the TPU kernels beside jax's flash attention. Needs no TPU, only libtpu.
+
+    python -m experiments.estimate_tpu                                # every chip, L=4096, bfloat16
+    python -m experiments.estimate_tpu --chips=v5p,v6e --lengths=4096,8192 --cases=flash,cubit,cubit+segments
+    python -m experiments.estimate_tpu --chips=v5p --flash=search     # flash attention's block sizes, one by one
+
+Estimates, not times: the estimator sees schedules, transfers and loops, but no hardware. "kernels" are the Pallas
+kernels, "all" adds what XLA does around them: changes of layout, because arrays are [B, L, H, K] and lie as XLA likes
+it best when nothing else asks; inside a model XLA can choose. (flash attention takes [B, H, L, K] and needs none.)
+Ratios are to the kernels of flash attention for the same chip and shape, at the best of the block sizes tried. Its
+backward pass is two kernels, ours is one. Every case compiles in a process of its own, because the estimator may end
+the process; such a case prints its last words.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+from absl import app, flags
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+CASES = ("flash", "cubit", "deltaformer", "cubit+segments", "deltaformer+segments", "cubit+window")
+FLASH_SIZES = {
+    "default": [(512, 512), (512, 1024), (1024, 1024)],
+    "search": list(itertools.product((256, 512, 1024, 2048), repeat=2)),
+}
+WINDOW = 1024
+
+_CHIPS = flags.DEFINE_list("chips", list(CHIPS), f"Chips, of {', '.join(CHIPS)}.")
+_LENGTHS = flags.DEFINE_list("lengths", ["4096"], "Sequence lengths.")
+_CASES = flags.DEFINE_list("cases", list(CASES), f"What to estimate, of {', '.join(CASES)}.")
+_PASSES = flags.DEFINE_list("passes", ["forward", "backward"], "forward, backward or both.")
+_BATCH = flags.DEFINE_integer("batch", 1, "Batch size.")
+_HEADS = flags.DEFINE_integer("heads", 8, "Number of heads.")
+_HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Head dimension.")
+_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
+_BLOCKS = flags.DEFINE_string(
+    "blocks", None, "Our block sizes: rows,columns,heads for forward and again for backward; default: those in use."
+)
+_FLASH = flags.DEFINE_enum("flash", "default", list(FLASH_SIZES), "Which block sizes of flash attention to try.")
+_JSON = flags.DEFINE_string("json", None, "Also append every estimate to this file, one JSON object a line.")
+_TIMEOUT = flags.DEFINE_integer("timeout", 600, "Seconds that one case may take.")
+
+
+def compile_case(case):
+    """Compiles one case for its chip and prints {operation: cycles}."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.experimental.pallas.ops.tpu import flash_attention
+    from jax.sharding import SingleDeviceSharding
+
+    from pallas_kernels import kernel_solve_tpu
+
+    device = topologies.get_topology_desc(topology_name=CHIPS[case["chip"]], platform="tpu").devices[0]
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    batch, length, heads, dim = case["batch"], case["length"], case["heads"], case["head_dim"]
+    name, _, option = case["name"].partition("+")
+    if name == "flash":
+        query, key = case["blocks"]
+        sizes = flash_attention.BlockSizes(query, key, key, 1, query, key, key, query, key, key, query)
+        arrays = [array((batch, heads, length, dim), case["dtype"])] * 3
+
+        def forward(q, k, v):
+            return flash_attention.flash_attention(q, k, v, causal=True, block_sizes=sizes)
+    else:
+        sizes = kernel_solve_tpu.BlockSizes.best(device.device_kind, length, heads, dim, case["dtype"] == "float32")
+        if case["blocks"]:
+            sizes = kernel_solve_tpu.BlockSizes(*case["blocks"])
+        arrays = [array((batch, length, heads, dim), case["dtype"])] * 3
+        if name == "cubit":
+            arrays.append(array((heads,), jnp.float32))
+        else:
+            arrays.append(array((batch, length, heads), jnp.float32))
+        segment_ids = [array((batch, length), jnp.int32)] if option == "segments" else []
+
+        def forward(query, key, rhs, diagonal, segment_ids=None):
+            return kernel_solve_tpu.kernel_solve(
+                query,
+                key,
+                rhs,
+                **{"ridge" if name == "cubit" else "beta": diagonal},
+                segment_ids=segment_ids,
+                window=WINDOW if option == "window" else None,
+                scale=1.0 if name == "cubit" else dim**-0.5,
+                block_size=sizes,
+            )
+
+        if case["pass"] == "forward":
+            arrays += segment_ids
+    if case["pass"] == "forward":
+        print(json.dumps(operations(jax.jit(forward).lower(*arrays).compile().as_text())))
+        return
+    extra = [] if name == "flash" else segment_ids
+    output = jax.eval_shape(forward, *arrays, *extra)
+
+    def both(cotangent, *arguments):
+        inputs, extra = arguments[: len(arrays)], arguments[len(arrays) :]
+        return jax.vjp(lambda *inputs: forward(*inputs, *extra), *inputs)[1](cotangent)
+
+    compiled = jax.jit(both).lower(array(output.shape, output.dtype), *arrays, *extra).compile()
+    print(json.dumps(operations(compiled.as_text())))
+
+
+def operations(text):
+    """{operation: estimated cycles} of the entry computation of a compiled module's text."""
+    entry = text[text.index("\nENTRY ") :]
+    return {name: int(cycles) for name, cycles in re.findall(r'%?([\w.-]+) = .*?"estimated_cycles":"(\d+)"', entry)}
+
+
+def estimate(case):
+    """{operation: cycles} of one case, or the error that ended its process."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}",
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "experiments.estimate_tpu", f"--case={json.dumps(case)}"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT.value,
+            )
+        except subprocess.TimeoutExpired:
+            return f"more than {_TIMEOUT.value} s"
+        if done.returncode:
+            lines = [
+                line for line in done.stderr.splitlines() if re.search("RESOURCE_EXHAUSTED|Check failed|Error:", line)
+            ]
+            return (lines or [f"exit code {done.returncode}"])[-1][:300]
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def parts(case, cycles):
+    """(cycles of the kernels of the pass, of everything in the pass)."""
+    kernels, rest = 0, 0
+    for operation, count in cycles.items():
+        backward = "backward" in operation or "transpose" in operation or "bwd" in operation
+        if re.search("kernel_solve|flash|mha", operation):
+            kernels += count if backward == (case["pass"] == "backward") else 0
+        else:
+            rest += count
+    return kernels, kernels + rest
+
+
+def main(arguments):
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]}")
+    if _CASE.value:
+        compile_case(json.loads(_CASE.value))
+        return
+    titles = f"{'kernels':>10} {'all':>10} {'kernels x':>9} {'all x':>6}"
+    print(f"{'chip':6} {'L':>6} {'case':22} {'pass':9} {'blocks':22} {titles}", flush=True)
+    ours = [int(n) for n in _BLOCKS.value.split(",")] if _BLOCKS.value else None
+    for chip, length, which in itertools.product(_CHIPS.value, map(int, _LENGTHS.value), _PASSES.value):
+        best = None
+        for name in _CASES.value:
+            sizes = FLASH_SIZES[_FLASH.value] if name == "flash" else [ours]
+            for blocks in sizes:
+                case = {
+                    "chip": chip,
+                    "length": length,
+                    "pass": which,
+                    "name": name,
+                    "blocks": blocks,
+                    "batch": _BATCH.value,
+                    "heads": _HEADS.value,
+                    "head_dim": _HEAD_DIM.value,
+                    "dtype": _DTYPE.value,
+                }
+                cycles = estimate(case)
+                label = ",".join(map(str, blocks)) if blocks else "in use"
+                line = f"{chip:6} {length:6} {name:22} {which:9} {label:22}"
+                if isinstance(cycles, str):
+                    print(line, cycles, flush=True)
+                else:
+                    kernels, everything = parts(case, cycles)
+                    if name == "flash":
+                        best = min(best or kernels, kernels)
+                    ratios = f" {kernels / best:9.2f} {everything / best:6.2f}" if best else ""
+                    print(f"{line} {kernels:10,} {everything:10,}{ratios}", flush=True)
+                if _JSON.value:
+                    with open(_JSON.value, "a") as file:
+                        file.write(json.dumps({**case, "cycles": cycles}) + "\n")
+
+
+_CASE = flags.DEFINE_string("case", None, "Internal: compile this one case.")
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,82 @@
+"""Ahead-of-time compilation of the TPU kernels, forward and backward, by libtpu: no TPU is needed.
+
+The interpreters accept much that a TPU does not (unaligned slices, primitives without a lowering, too much memory).
+"""
+
+import itertools
+import os
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels.kernel_solve_tpu import BlockSizes, kernel_solve
+
+pytest.importorskip("libtpu", reason="libtpu is not installed: the extra `test` brings it")
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+EVERY = list(itertools.product(CHIPS, ["float32", "bfloat16"], [64, 128], [1024, 8192]))
+# Each chip, type, head dimension and length with each other in a third of the time of all.
+ALWAYS = {(chip, dtype, dim, length) for chip, dtype, dim, length in EVERY if (length == 8192) == (dim == 128)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    """libtpu looks for a TPU's metadata server, and lets one process at a time load it, unless told otherwise."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def compile_for(chip, dtype, dim, length, *, heads=4, strict=False, segments=False, window=None):
+    device = topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices[0]
+
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    sizes = BlockSizes.best(device.device_kind, length, heads, dim, dtype == "float32")
+    shape = (1, length, heads, dim)
+    diagonal = array(shape[:3] if strict else (heads,), "float32")
+
+    def both(query, key, rhs, diagonal, segment_ids, cotangent):
+        def solve(query, key, rhs, diagonal):
+            name = "beta" if strict else "ridge"
+            options = {name: diagonal, "segment_ids": segment_ids, "window": window, "block_size": sizes}
+            return kernel_solve(query, key, rhs, **options)
+
+        u, back = jax.vjp(solve, query, key, rhs, diagonal)
+        return u, back(cotangent)
+
+    arrays = [array(shape, dtype)] * 3 + [diagonal, array(shape[:2], "int32") if segments else None]
+    compiled = jax.jit(both).lower(*arrays, array(shape, "float32")).compile()
+    text = compiled.as_text()
+    assert "kernel_solve_tpu_forward" in text
+    assert "kernel_solve_tpu_backward" in text
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "dim", "length"),
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow) for case in EVERY],
+)
+def test_compiles(chip, dtype, dim, length):
+    compile_for(chip, dtype, dim, length)
+
+
+@pytest.mark.parametrize("chip", ["v5p", pytest.param("v6e", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strict", [False, True])
+def test_compiles_with_every_mask(chip, strict):
+    compile_for(chip, "bfloat16", 128, 2048, heads=2, strict=strict, segments=True, window=700)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chip", ["tpu7x", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e", "v5p", "v6e"))]
+)
+def test_compiles_a_long_sequence(chip, dtype):
+    compile_for(chip, dtype, 128, 32768, heads=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_compiles_the_largest_head(dtype):
+    compile_for("tpu7x", dtype, 256, 8192, heads=2)

@@ -147,7 +147,8 @@ def test_options_equal_reference_arrays(name, golden, error):
         assert error(y, case[variant]) <= 1e-5
 
 
-@pytest.mark.parametrize("name, implementation", [("cubit_mixer_3", "reference"), *((name, "xla") for name in CASES[2:])])
+@pytest.mark.parametrize("name, implementation",
+                         [("cubit_mixer_3", "reference"), *((name, "xla") for name in CASES[2:])])
 def test_float64(name, implementation, golden, dense_gradients, error):
     expected = dense_gradients(name, "output")
     with jax.enable_x64(True):
@@ -221,8 +222,8 @@ def test_zero_input_has_finite_gradients():
 
 
 def test_initial_values_and_rescale_bounds():
-    module, params, _ = random_mixer({"ridge_init": 1e-3, "lrr_low_init": 0.25, "lrr_range_init": 2.0,
-                                      "reference_scale_init": 0.5})
+    _, params, _ = random_mixer({"ridge_init": 1e-3, "lrr_low_init": 0.25, "lrr_range_init": 2.0,
+                                 "reference_scale_init": 0.5})
     np.testing.assert_allclose(params["log_ridge"], np.log(1e-3), rtol=1e-6)
     for name, value in {"lrr_low": 0.25, "lrr_range": 2.0, "reference_scale": 0.5}.items():
         np.testing.assert_array_equal(params[name], np.full(3, value))

@@ -27,22 +27,25 @@ from experiments import measure
 IMPLEMENTATIONS = ("xla", "pallas", "reference")
 NAMES = measure.OPS + measure.MIXER_NAMES
 
-_OPS = flags.DEFINE_list("ops", list(NAMES), f"What to time, of {', '.join(NAMES)}.")
-_IMPLEMENTATIONS = flags.DEFINE_list(
-    "implementations", None, f"Of {', '.join(IMPLEMENTATIONS)}. Default: xla, and pallas on a TPU or GPU.")
-_LENGTHS = flags.DEFINE_list("lengths", ["256", "1024"], "Sequence lengths.")
-_DTYPES = flags.DEFINE_list("dtypes", None, "Of float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")
-_PASSES = flags.DEFINE_list("passes", list(measure.PASSES), "forward, forward+backward or both.")
-_BATCH = flags.DEFINE_integer("batch", 1, "Batch size.", lower_bound=1)
-_NUM_HEADS = flags.DEFINE_integer("num_heads", 4, "Heads; a mixer's model_dim is heads * head_dim.", lower_bound=1)
-_HEAD_DIM = flags.DEFINE_integer("head_dim", 64, "Head dimension.", lower_bound=1)
-_WINDOW = flags.DEFINE_integer("window", None, "Sliding window; default: everything before.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Measurements a case.", lower_bound=2)
-_CHECK_ROWS = flags.DEFINE_integer("check_rows", 512, "Rows compared with the dense float64 reference.", lower_bound=1)
-_MATRIX_SIZE = flags.DEFINE_integer(
-    "matrix_size", None, "Side of the matrix product. Default: 1024 on a CPU, else 8192.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of inputs and order.")
-_OUTPUT = flags.DEFINE_string("output", "benchmark", "Path without ending of the .json and .png files.")
+
+def define_flags():
+    """In a function, so that several of these programs can be imported into one process."""
+    flags.DEFINE_list("ops", list(NAMES), f"What to time, of {', '.join(NAMES)}.")
+    flags.DEFINE_list(
+        "implementations", None, f"Of {', '.join(IMPLEMENTATIONS)}. Default: xla, and pallas on a TPU or GPU.")
+    flags.DEFINE_list("lengths", ["256", "1024"], "Sequence lengths.")
+    flags.DEFINE_list("dtypes", None, "Of float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")
+    flags.DEFINE_list("passes", list(measure.PASSES), "forward, forward+backward or both.")
+    flags.DEFINE_integer("batch", 1, "Batch size.", lower_bound=1)
+    flags.DEFINE_integer("num_heads", 4, "Heads; a mixer's model_dim is heads * head_dim.", lower_bound=1)
+    flags.DEFINE_integer("head_dim", 64, "Head dimension.", lower_bound=1)
+    flags.DEFINE_integer("window", None, "Sliding window; default: everything before.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 7, "Measurements a case.", lower_bound=2)
+    flags.DEFINE_integer("check_rows", 512, "Rows compared with the dense float64 reference.", lower_bound=1)
+    flags.DEFINE_integer(
+        "matrix_size", None, "Side of the matrix product. Default: 1024 on a CPU, else 8192.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of inputs and order.")
+    flags.DEFINE_string("output", "benchmark", "Path without ending of the .json and .png files.")
 
 
 def known(flag, values, names):
@@ -98,30 +101,31 @@ def plot(records, path):
 
 
 def main():
+    options = flags.FLAGS
     accelerator = jax.default_backend() != "cpu"
-    names = known("ops", _OPS.value, NAMES)
+    names = known("ops", options.ops, NAMES)
     implementations = known(
-        "implementations", _IMPLEMENTATIONS.value or ["xla", "pallas"][:1 + accelerator], IMPLEMENTATIONS)
-    dtypes = known("dtypes", _DTYPES.value or ["bfloat16" if accelerator else "float32"], tuple(measure.LIMITS))
-    directions = known("passes", _PASSES.value, measure.PASSES)
-    lengths = positive_integers("lengths", _LENGTHS.value)
-    output = pathlib.Path(_OUTPUT.value)
+        "implementations", options.implementations or ["xla", "pallas"][:1 + accelerator], IMPLEMENTATIONS)
+    dtypes = known("dtypes", options.dtypes or ["bfloat16" if accelerator else "float32"], tuple(measure.LIMITS))
+    directions = known("passes", options.passes, measure.PASSES)
+    lengths = positive_integers("lengths", options.lengths)
+    output = pathlib.Path(options.output)
     if not output.parent.is_dir():
         raise cli.UserError(f"--output={output}: there is no folder {output.parent}")
 
     where = environment()
-    print(f"{where['device']}, jax {jax.__version__}; B={_BATCH.value} H={_NUM_HEADS.value} K={_HEAD_DIM.value}")
+    print(f"{where['device']}, jax {jax.__version__}; B={options.batch} H={options.num_heads} K={options.head_dim}")
     records = []
     for dtype in dtypes:
         for length in lengths:
-            shape = measure.Shape(_BATCH.value, length, _NUM_HEADS.value, _HEAD_DIM.value, dtype, _WINDOW.value)
+            shape = measure.Shape(options.batch, length, options.num_heads, options.head_dim, dtype, options.window)
             cases = measure.run_group(
-                names, implementations, directions, shape, rounds=_ROUNDS.value, check_rows=_CHECK_ROWS.value,
-                matrix_size=_MATRIX_SIZE.value or (8192 if accelerator else 1024), seed=_SEED.value)
+                names, implementations, directions, shape, rounds=options.rounds, check_rows=options.check_rows,
+                matrix_size=options.matrix_size or (8192 if accelerator else 1024), seed=options.seed)
             records += measure.finish(cases)
             print(measure.table(records[-len(cases):]), flush=True)
-    settings = {flag.name: flag.value for flag in (
-        _BATCH, _NUM_HEADS, _HEAD_DIM, _WINDOW, _ROUNDS, _CHECK_ROWS, _MATRIX_SIZE, _SEED)}
+    settings = {name: options[name].value for name in (
+        "batch", "num_heads", "head_dim", "window", "rounds", "check_rows", "matrix_size", "seed")}
     output.with_name(output.name + ".json").write_text(json.dumps(
         {"environment": where, "settings": settings, "results": records}, indent=1) + "\n")
     plot(records, output.with_name(output.name + ".png"))
@@ -129,4 +133,5 @@ def main():
 
 
 if __name__ == "__main__":
+    define_flags()
     cli.run(main)

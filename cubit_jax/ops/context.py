@@ -144,7 +144,7 @@ def _forward(problem, q, k, v, ridge, beta, segments):
         columns = problem.super_block_index(s)
 
         def row_tile(t, state):
-            q_t, segments_t, state_t = _take_tile(layout, (q, segments, state), t)
+            q_t, segments_t, state_t = layout.take_tile((q, segments, state), t)
             rows = layout.index(t * layout.tile, layout.tile)
             mask = problem.visible(rows, columns, segments_t, segments_s)
             if schedule.solve:
@@ -154,7 +154,7 @@ def _forward(problem, q, k, v, ridge, beta, segments):
             weights, decay, top = tiles.exponentials(top, scores, mask)
             total = decay * total + jnp.sum(weights, axis=-1, keepdims=True)
             summed = decay * summed + dot("bhij,bhjk->bhik", weights, u_s.astype(dtype), tiles.precision(v))
-            return _put_tile(layout, state, (top, total, summed), t)
+            return layout.put_tile(state, (top, total, summed), t)
 
         return lax.fori_loop(*schedule.row_tiles(s), row_tile, state), u
 
@@ -201,7 +201,7 @@ def _backward(problem, residuals, g):
 
         def column_tile(t, carry):
             dq_s, sums, dk, dv = carry
-            k_t, u_t, segments_t, dk_t, dv_t = _take_tile(layout, (k, u, segments, dk, dv), t)
+            k_t, u_t, segments_t, dk_t, dv_t = layout.take_tile((k, u, segments, dk, dv), t)
             columns = layout.index(t * layout.tile, layout.tile)
             weights = jnp.exp(tiles.score(q_s, k_t, problem.scale, dtype) - lse_s)
             weights = jnp.where(problem.visible(rows, columns, segments_s, segments_t), weights, 0)
@@ -213,7 +213,7 @@ def _backward(problem, residuals, g):
                 ds = jnp.where(rows[:, None] == columns, 0, ds)
             dk_t += dot("bhij,bhik->bhjk", ds, q_s.astype(dtype), by_key)
             dq_s += dot("bhij,bhjk->bhik", ds, k_t.astype(dtype), by_key)
-            return dq_s, sums + jnp.sum(ds, axis=-1, keepdims=True), *_put_tile(layout, (dk, dv), (dk_t, dv_t), t)
+            return dq_s, sums + jnp.sum(ds, axis=-1, keepdims=True), *layout.put_tile((dk, dv), (dk_t, dv_t), t)
 
         zeros = jnp.zeros_like(q_s, dtype)
         dq_s, sums, dk, dv = lax.fori_loop(*schedule.column_tiles(s), column_tile, (zeros, zeros[..., :1], dk, dv))
@@ -263,14 +263,6 @@ def _substitute_back(problem, q, k, g, ridge, beta, segments, lse):
 
 
 _sweep.defvjp(_forward, _backward)
-
-
-def _take_tile(layout, tree, t):
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * layout.tile, layout.tile, 2), tree)
-
-
-def _put_tile(layout, tree, new, t):
-    return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * layout.tile, 2), tree, new)
 
 
 def _split(tiling, x):

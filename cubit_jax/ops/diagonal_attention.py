@@ -8,14 +8,16 @@ Summing over heads needs normalised weights, so that the running softmax of flas
 block of rows sees its whole (causal) width at a time, C x L scores a head.
 """
 
+import dataclasses
 import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 
-from cubit_jax.ops import dispatch, masks, tiles
-from cubit_jax.ops.energy import interaction_scores, join_rows, split_rows
+from cubit_jax.ops import context as context_parallel
+from cubit_jax.ops import context_energy, dispatch, masks, tiles
+from cubit_jax.ops.energy import interaction_scores, join_rows, read_columns, split_rows
 
 _BLOCK = 128
 # Row blocks in a group share a static width. More groups waste less on invisible columns (1/8 of the square here) and
@@ -23,16 +25,19 @@ _BLOCK = 128
 _GROUPS = 4
 
 
-def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, window, scale, implementation):
+def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, window, scale, implementation, layout=None):
     """The pair o [B, L, H, K], y [B, L, D], at least float32.
 
     Args:
       queries, keys: [B, L, H, K].
       state, context: [B, L, D].
       diag: [D] or [H, D].
-      segment_ids, window, implementation: as for `attention`; scale: float.
+      segment_ids, window, implementation, layout: as for `attention`; scale: float.
     """
-    return dispatch.run("diagonal_attention", IMPLEMENTATIONS, implementation, queries, state, keys, context, diag,
+    implementations = IMPLEMENTATIONS
+    if layout is not None:
+        implementations = context_parallel.implementations(context_energy.diagonal_attention, layout)
+    return dispatch.run("diagonal_attention", implementations, implementation, queries, state, keys, context, diag,
                         segment_ids=segment_ids, window=window, scale=scale)
 
 
@@ -44,13 +49,7 @@ def aggregate_rows(queries, state, keys, context, diag, mask, scale):
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=lowest))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1, total)
-    product = functools.partial(jnp.einsum, precision=tiles.precision(keys), preferred_element_type=scores.dtype)
-    o = product("bhij,bjhk->bihk", weights.astype(keys.dtype), keys)
-    if diag.ndim == 1:
-        return o, diag * product("bij,bjd->bid", jnp.sum(weights, axis=1).astype(context.dtype), context)
-    read = product("bhij,bjd->bihd", weights.astype(context.dtype), context)
-    return o, jnp.sum(read * diag, axis=2)
+    return read_columns(weights / jnp.where(total == 0, 1, total), keys, context, diag)
 
 
 def _reference(queries, state, keys, context, diag, *, segment_ids, window, scale):
@@ -61,12 +60,9 @@ def _reference(queries, state, keys, context, diag, *, segment_ids, window, scal
 
 def _xla(queries, state, keys, context, diag, *, segment_ids, window, scale):
     length = queries.shape[1]
-    count = -(-length // min(_BLOCK, length))
-    block = -(-length // count)
-    columns = [_pad(a, count * block) for a in (keys, context)]
-    segments = None if segment_ids is None else _pad(segment_ids, count * block)
-    rows = [split_rows(a, count) for a in (queries, state)]
-    o, y = _blockwise((window, scale, block), *rows, *columns, diag, segments)
+    count = -(-length // _BLOCK)
+    rows = [None if a is None else split_rows(a, count) for a in (queries, state, segment_ids, jnp.arange(length))]
+    o, y = _blockwise(_plan(count, rows[0].shape[2], length, window, scale), *rows, keys, context, segment_ids, diag)
     return join_rows(o, length), join_rows(y, length)
 
 
@@ -77,78 +73,89 @@ def _pallas(*args, **kwargs):
 IMPLEMENTATIONS = {"reference": _reference, "xla": _xla, "pallas": _pallas}
 
 
-def _pad(array, length):
-    return jnp.pad(array, [(0, 0), (0, length - array.shape[1])] + [(0, 0)] * (array.ndim - 2))
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Row blocks begin .. end - 1; block begin + b reads `width` columns from firsts[b] on."""
+    begin: int
+    end: int
+    width: int
+    firsts: tuple[int, ...]
 
 
-def _groups(count, block, window):
-    """(first block, one past the last, width in columns) of runs of row blocks that read the same number of columns."""
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    groups: tuple[_Group, ...]
+    window: int | None
+    scale: float
+
+
+def _plan(count, block, total, window, scale):
+    """Which of `total` columns each of `count` blocks of `block` rows reads: static, as slices need static widths."""
+    ends = [min((b + 1) * block, total) for b in range(count)]
     if window is not None:
-        return [(0, count, min(count, -(-(window - 1) // block) + 1) * block)]
-    bounds = [-(-count * g // _GROUPS) for g in range(_GROUPS + 1)]
-    return [(first, last, last * block) for first, last in itertools.pairwise(bounds) if first < last]
+        lows = [max(b * block - (window - 1), 0) for b in range(count)]
+        width = max(end - low for low, end in zip(lows, ends))
+        groups = (_Group(0, count, width, tuple(min(low, total - width) for low in lows)),)
+    else:
+        bounds = sorted({-(-count * g // _GROUPS) for g in range(_GROUPS + 1)})
+        groups = tuple(_Group(a, b, ends[b - 1], (0,) * (b - a)) for a, b in itertools.pairwise(bounds))
+    return _Plan(groups, window, scale)
 
 
-def _block_rows(static, start, segments, width):
-    """The first column that the block of rows at `start` reads, and its function from rows and columns to (o, y)."""
-    window, scale, block = static
-    first = jnp.maximum(start + block - width, 0) if window is not None else 0
-    row, column = start + jnp.arange(block), first + jnp.arange(width)
-    row_segments = column_segments = None
+def _block_function(plan, group, row_segments, index, first, keys, context, segments):
+    """The columns that one block of rows reads, and its function from (queries, state, *columns, diag) to o, y."""
+    columns = [jax.lax.dynamic_slice_in_dim(a, first, group.width, 1) for a in (keys, context)]
     if segments is not None:
-        row_segments = jax.lax.dynamic_slice_in_dim(segments, start, block, 1)
-        column_segments = jax.lax.dynamic_slice_in_dim(segments, first, width, 1)
-    mask = masks.visible(row, column, row_segments, column_segments, window=window)
-    return first, lambda queries, state, keys, context, diag: aggregate_rows(
-        queries, state, keys, context, diag, mask, scale)
+        segments = jax.lax.dynamic_slice_in_dim(segments, first, group.width, 1)
+    mask = masks.visible(index, first + jnp.arange(group.width), row_segments, segments, window=plan.window)
+    return columns, lambda queries, state, keys, context, diag: aggregate_rows(
+        queries, state, keys, context, diag, mask, plan.scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(static, queries, state, keys, context, diag, segments):
-    """o [N, B, C, H, K], y [N, B, C, D]; queries and state come as N blocks of C rows, keys and context whole."""
-    window, _, block = static
+def _blockwise(plan, queries, state, row_segments, index, keys, context, segments, diag):
+    """o [N, B, C, H, K], y [N, B, C, D]; queries, state, row_segments, index are N blocks of C rows, the rest whole."""
     outputs = []
-    for begin, end, width in _groups(queries.shape[0], block, window):
-        def step(_, rows, width=width):
-            start, queries, state = rows
-            first, compute = _block_rows(static, start, segments, width)
-            columns = [jax.lax.dynamic_slice_in_dim(a, first, width, 1) for a in (keys, context)]
+    for group in plan.groups:
+        def step(_, rows, group=group):
+            queries, state, row_segments, index, first = rows
+            columns, compute = _block_function(plan, group, row_segments, index, first, keys, context, segments)
             return None, compute(queries, state, *columns, diag)
 
-        starts = block * jnp.arange(begin, end)
-        outputs.append(jax.lax.scan(step, None, (starts, queries[begin:end], state[begin:end]))[1])
+        outputs.append(jax.lax.scan(step, None, _rows_of(group, queries, state, row_segments, index))[1])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
-def _forward(static, *args):
-    return _blockwise(static, *args), args
+def _rows_of(group, *arrays):
+    return (*jax.tree.map(lambda a: a[group.begin:group.end], arrays), jnp.asarray(group.firsts, jnp.int32))
 
 
-def _backward(static, saved, cotangents):
+def _forward(plan, *args):
+    return _blockwise(plan, *args), args
+
+
+def _backward(plan, saved, cotangents):
     """A block at a time: its scores again, the cotangents of its rows, and its share of the columns' added to a sum."""
-    queries, state, keys, context, diag, segments = saved
-    window, _, block = static
-    wide = [jnp.zeros(a.shape, tiles.compute_dtype(a)) for a in (keys, context, diag)]
+    queries, state, row_segments, index, keys, context, segments, diag = saved
+    sums = [jnp.zeros(a.shape, tiles.compute_dtype(a)) for a in (keys, context, diag)]
     parts = []
-    for begin, end, width in _groups(queries.shape[0], block, window):
-        def step(sums, rows, width=width):
-            start, queries, state, cotangents = rows
-            first, compute = _block_rows(static, start, segments, width)
-            columns = [jax.lax.dynamic_slice_in_dim(a, first, width, 1) for a in (keys, context)]
+    for group in plan.groups:
+        def step(sums, rows, group=group):
+            queries, state, row_segments, index, cotangents, first = rows
+            columns, compute = _block_function(plan, group, row_segments, index, first, keys, context, segments)
             _, pull = jax.vjp(compute, queries, state, *columns, diag)
             d_queries, d_state, *shares, d_diag = pull(cotangents)
-            added = [jax.lax.dynamic_update_slice_in_dim(
-                total, jax.lax.dynamic_slice_in_dim(total, first, width, 1) + share.astype(total.dtype), first, 1)
-                for total, share in zip(sums, shares)]
-            return [*added, sums[2] + d_diag], (d_queries, d_state)
+            added = []
+            for total, share in zip(sums, shares):
+                share = jax.lax.dynamic_slice_in_dim(total, first, group.width, 1) + share.astype(total.dtype)
+                added.append(jax.lax.dynamic_update_slice_in_dim(total, share, first, 1))
+            return [*added, sums[2] + d_diag.astype(sums[2].dtype)], (d_queries, d_state)
 
-        starts = block * jnp.arange(begin, end)
-        rows = (starts, *jax.tree.map(lambda a, b=begin, e=end: a[b:e], (queries, state, cotangents)))
-        wide, part = jax.lax.scan(step, wide, rows)
+        sums, part = jax.lax.scan(step, sums, _rows_of(group, queries, state, row_segments, index, cotangents))
         parts.append(part)
     d_queries, d_state = jax.tree.map(lambda *blocks: jnp.concatenate(blocks), *parts)
-    d_keys, d_context, d_diag = (total.astype(a.dtype) for total, a in zip(wide, (keys, context, diag)))
-    return d_queries, d_state, d_keys, d_context, d_diag, None
+    d_keys, d_context, d_diag = (total.astype(a.dtype) for total, a in zip(sums, (keys, context, diag)))
+    return d_queries, d_state, None, None, d_keys, d_context, None, d_diag
 
 
 _blockwise.defvjp(_forward, _backward)

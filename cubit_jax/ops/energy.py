@@ -111,6 +111,15 @@ def interaction_scores(queries, state, keys, context, diag):
     return scores + product("bihd,bjd->bhij", scaled, context)
 
 
+def read_columns(weights, keys, context, diag):
+    """o_i = sum_j p_ij k_j [B, I, H, K] and y_i = sum over heads of d * sum_j p_ij h_j [B, I, D]; p [B, H, I, J]."""
+    product = functools.partial(jnp.einsum, precision=tiles.precision(keys), preferred_element_type=weights.dtype)
+    o = product("bhij,bjhk->bihk", weights.astype(keys.dtype), keys)
+    if diag.ndim == 1:
+        return o, diag * product("bij,bjd->bid", jnp.sum(weights, axis=1).astype(context.dtype), context)
+    return o, jnp.sum(product("bhij,bjd->bihd", weights.astype(context.dtype), context) * diag, axis=2)
+
+
 def masked_logsumexp(scores, mask):
     """log sum exp over the last axis where mask; 0, and safe to differentiate, where a row has no True."""
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, where=mask, initial=jnp.finfo(scores.dtype).min))

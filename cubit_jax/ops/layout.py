@@ -119,23 +119,35 @@ class Layout:
         size = x.shape[axis] // self.head_shares
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) % self.head_shares * size, size, axis)
 
-    def take(self, tree, s):
-        """The pieces of super-block s of the arrays in `tree`, [B, H, L / Pr, ...]."""
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, s * self.piece, self.piece, 2), tree)
+    # Of trees of arrays whose local rows are dimension `axis`: [B, H, L / Pr, ...] unless it says otherwise.
 
-    def put(self, tree, pieces, s):
+    def take(self, tree, s, axis=2):
+        """The pieces of super-block s."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, s * self.piece, self.piece, axis), tree)
+
+    def put(self, tree, pieces, s, axis=2):
         """The inverse of `take`."""
         return jax.tree.map(
-            lambda x, piece: lax.dynamic_update_slice_in_dim(x, piece, s * self.piece, 2), tree, pieces)
+            lambda x, piece: lax.dynamic_update_slice_in_dim(x, piece, s * self.piece, axis), tree, pieces)
 
-    def gather(self, tree):
-        """Pieces [B, H, W / Pr, ...] of a super-block, from the devices that share its rows: [B, H, W, ...]."""
+    def take_tile(self, tree, t, axis=2):
+        """Tile t of the local rows."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * self.tile, self.tile, axis), tree)
+
+    def put_tile(self, tree, new, t, axis=2):
+        """The inverse of `take_tile`."""
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * self.tile, axis), tree, new)
+
+    def gather(self, tree, axis=2):
+        """All W rows of a super-block, from the pieces of the devices that share its rows."""
         return jax.tree.map(
-            lambda x: lax.all_gather(x, self.axis, axis=2, tiled=True, axis_index_groups=self._groups()), tree)
+            lambda x: lax.all_gather(x, self.axis, axis=axis, tiled=True, axis_index_groups=self._groups()), tree)
 
-    def scatter_sum(self, x):
+    def scatter_sum(self, tree, axis=2):
         """Transpose of `gather`: the sum over the devices that share rows, of which each keeps its own piece."""
-        return lax.psum_scatter(x, self.axis, scatter_dimension=2, tiled=True, axis_index_groups=self._groups())
+        return jax.tree.map(
+            lambda x: lax.psum_scatter(
+                x, self.axis, scatter_dimension=axis, tiled=True, axis_index_groups=self._groups()), tree)
 
     def own_piece(self, tree):
         """This device's piece of super-blocks [B, H, W, ...]."""

@@ -1,0 +1,103 @@
+"""Held-out loss of a trained run: python -m cubit_jax.evaluate --workdir=DIR"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+from absl import flags
+
+from cubit_jax import cli, data, partitioning
+from cubit_jax.trained import load_trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Results over the whole held-out part, every target counted once.
+
+    Attributes:
+      loss: mean negative log-likelihood of a token, in nats. perplexity: e to that power.
+      bits_per_byte: total negative log-likelihood in bits over the bytes of the text; independent of the tokenizer.
+      tokens: number of targets.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+
+
+def heldout_loss(model, params, batches, num_bytes):
+    """Evaluates without dropout; under `jax.set_mesh` on all its devices.
+
+    Args:
+      model: LanguageModel. params: its parameters.
+      batches: iterable of batches as `LanguageModel.loss` takes them, arrays of numpy or global ones on the devices;
+        padding has weight 0.
+      num_bytes: bytes of text in them, the denominator of bits per byte.
+
+    Returns:
+      Evaluation. The same for every size of batch, up to rounding.
+    """
+    step = _loss_step(model)
+    sums = jax.device_get([step(params, batch) for batch in batches])
+    nll, tokens = (math.fsum(map(float, column)) for column in zip(*sums))
+    loss = nll / tokens
+    return Evaluation(loss, math.exp(min(loss, 700.0)), nll / math.log(2) / num_bytes, round(tokens))
+
+
+@functools.cache
+def _loss_step(model):
+    return jax.jit(functools.partial(_sums, model))
+
+
+def _sums(model, params, batch):
+    return model.apply({"params": params}, batch, method="loss")
+
+
+def evaluate(folder, num_recursions=None):
+    """Evaluates the last checkpoint of the run in `folder` on the held-out part of its corpus.
+
+    Args:
+      folder: the workdir of train.
+      num_recursions: T of Causal Energy Minimization layers; None is the number they were trained with.
+
+    Returns:
+      (Evaluation, step of the checkpoint).
+
+    Raises:
+      UserError: no run, no checkpoint or no corpus there, or one that does not fit.
+    """
+    run = load_trained(folder, **({} if num_recursions is None else {"num_recursions": num_recursions}))
+    corpus = data.open_corpus(run.config.data, folder)
+    rows = math.prod(run.mesh.shape[axis] for axis in partitioning.BATCH_AXES)
+    # The result does not depend on the batch; this is the size that training has shown to fit.
+    batch_size = -(-run.config.batch_size // run.config.accumulation_steps // rows) * rows
+    batches = data.heldout_batches(
+        corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=batch_size,
+        process_index=jax.process_index(), process_count=jax.process_count())
+    sharding = partitioning.batch_sharding(run.mesh)
+
+    def put(batch):
+        return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
+
+    with jax.set_mesh(run.mesh):
+        return heldout_loss(run.model, run.params, map(put, batches), corpus.heldout_bytes), run.step
+
+
+def define_flags():
+    flags.DEFINE_string("workdir", None, "Folder of the run, as given to train; its last checkpoint is evaluated.")
+    flags.DEFINE_integer("num_recursions", None, "Steps T of each Causal Energy Minimization layer in the place of "
+                         "those it was trained with.", lower_bound=0)
+
+
+def main():
+    result, step = evaluate(flags.FLAGS.workdir, flags.FLAGS.num_recursions)
+    if jax.process_index() == 0:
+        print(f"held-out part at step {step}: {result.tokens:,} tokens, loss {result.loss:.4f}, "
+              f"perplexity {result.perplexity:.2f}, bits per byte {result.bits_per_byte:.4f}")
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(main, required=["workdir"])

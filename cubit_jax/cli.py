@@ -101,5 +101,7 @@ def _unknown_field(error):
 
 
 def _is_for_the_user(record):
-    """Orbax and grain log every internal step, and failures that reach us as exceptions anyway, with their traceback."""
-    return not re.search(r"[/\\](orbax|grain)[/\\]", record.pathname)
+    """Orbax and grain log every internal step, and with tracebacks the failures that reach us as exceptions anyway."""
+    if re.search(r"[/\\](orbax|grain)[/\\]", record.pathname):
+        return False
+    return record.levelname != "INFO" or not re.search(r"[/\\]jax[/\\]", record.pathname)

@@ -4,6 +4,7 @@ Keys: step, train/loss, eval/loss, eval/bits_per_byte, learning_rate, gradient_n
 model_flop_utilization (devices of known peak only), skipped_updates, diagnostics/... (a number a layer).
 """
 
+import errno
 import json
 import math
 import os
@@ -34,15 +35,17 @@ class JsonLines:
         try:
             if self._path.exists():
                 self._drop_after(resume_step)
-            self._file = open(self._path, "a")  # noqa: SIM115 (open for as long as the run)
+            # Unbuffered: nothing is left over that closing the file would try to write once more on a full disk.
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open for as long as the run)
         except OSError as error:
             raise self._failed(error) from error
 
     def write(self, step, values):
         record = {"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = (json.dumps(record) + "\n").encode()
         try:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._failed(error) from error
 
@@ -102,18 +105,22 @@ def open_writers(workdir, resume_step, process_index=0):
 def flops_per_token(model, num_parameters):
     """Floating-point operations of the model itself a training token, forward and backward; recomputation not counted.
 
-    6 for every parameter of a matrix product (all but the embedding table; norms are too few to matter), and for each
-    product of a causal [L, L] matrix with K columns a head 2 * L / 2 * K forward and twice that backward: attention
-    has two such products, the solve two more.
+    6 for every use of a parameter in a matrix product (all but the embedding table; norms are too few to matter), and
+    for each product with a causal [L, L] matrix and K columns a head L * K forward and twice that backward. Attention
+    has two such products, the solve two more. A CEM layer uses its query or up projection twice a recursion.
 
     Args:
       model: ModelConfig. num_parameters: how many parameters it has.
     """
-    tied = 0 if model.tie_embeddings else model.vocab_size * model.model_dim
-    products = {"attention": 2, "cubit": 4, "deltaformer": 4, "cem": 2}
-    reach = model.seq_len / 2 if model.window is None else min(model.window, model.seq_len / 2)
-    mixing = sum(products[name] for name in model.layer_mixers()) * 6 * reach * model.num_heads * model.head_dim
-    return 6 * (num_parameters - tied) + mixing
+    attention_matrix = model.model_dim * model.num_heads * model.head_dim
+    recursions = model.options.get("num_recursions", 1)
+    uses = num_parameters - (0 if model.tie_embeddings else model.vocab_size * model.model_dim)
+    uses += model.layer_mixers().count("cem") * (2 * recursions - 1) * attention_matrix
+    uses += (model.mlp == "cem") * model.num_layers * (2 * recursions - 1) * model.model_dim * model.mlp_dim
+    columns = model.seq_len / 2 if model.window is None else min(model.window, model.seq_len / 2)
+    products = {"attention": 2, "cubit": 4, "deltaformer": 4, "cem": 2 * recursions}
+    mixing = sum(products[name] for name in model.layer_mixers()) * columns * model.num_heads * model.head_dim
+    return 6 * (uses + mixing)
 
 
 def utilization(flops_per_token, tokens_per_second, devices):

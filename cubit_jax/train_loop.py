@@ -54,8 +54,9 @@ class Loop:
         step = int(state["step"])
         self._clock = Clock()
         self._progress = Progress(config.num_steps, step, show=self.show)
+        self._skipped_in_a_row = int(state["skipped_in_a_row"])
         pending = None  # (step, its metrics, its diagnostics) on the device
-        evaluation = None
+        evaluation, save = None, False
         try:
             while step < config.num_steps and not self.stop.name:
                 batch = next(self.batches, None)
@@ -66,19 +67,23 @@ class Loop:
                 step += 1
                 if pending is not None:
                     self._record(*pending)
-                diagnose = self._due("diagnostics_every", step)
-                pending = (step, numbers, self.diagnostics_fn(state["params"], batch) if diagnose else {})
+                diagnose, diagnostics = self._due("diagnostics_every", step), {}
+                if diagnose:
+                    with self._clock.paused():  # compiles, the first time
+                        diagnostics = self.diagnostics_fn(state["params"], batch)
+                pending = (step, numbers, diagnostics)
                 evaluate = self._due("eval_every", step) or step == config.num_steps
-                save = self._due("checkpoint_every", step)
+                save = save or self._due("checkpoint_every", step)
                 if evaluate or save:
-                    numbers = self._read(*pending)
-                    pending = None
-                    if save:
+                    numbers, pending = self._read(*pending), None
+                    # Not while updates are being left out: the checkpoints before the trouble are the ones to keep.
+                    if save and not self._skipped_in_a_row:
                         self.checkpoints.save(step, state, self.data_state())
+                        save = False
                     if evaluate:
                         with self._clock.paused():
                             evaluation = self.evaluate(state["params"])
-                    self._write(step, numbers | (evaluation if evaluate else {}), always=evaluate)
+                    self._write(step, numbers | (evaluation if evaluate else {}), always=evaluate or diagnose)
                 self.checkpoints.check()
             if pending is not None:
                 self._record(*pending)
@@ -98,11 +103,12 @@ class Loop:
         """The numbers of a step as the writers take them; waits for the device. Stops a run that cannot go on."""
         numbers, diagnostics = jax.device_get((numbers, diagnostics))
         self._clock.add(float(numbers["tokens"]))
-        in_a_row, limit = int(numbers["skipped_in_a_row"]), self.config.max_skipped_updates
-        if in_a_row >= limit:
+        limit = self.config.max_skipped_updates
+        self._skipped_in_a_row = int(numbers["skipped_in_a_row"])
+        if self._skipped_in_a_row >= limit:
             last = self.checkpoints.latest_step
             raise UserError(
-                f"stopped at step {step}: the loss or its gradient was not finite in {in_a_row} updates in a row "
+                f"stopped at step {step}: the loss or its gradient was not finite in {limit} updates in a row "
                 f"(max_skipped_updates={limit}); "
                 f"{'there is no checkpoint yet' if last is None else f'the last good checkpoint is {last}'}; try a "
                 f"lower optimizer.learning_rate than {self.config.optimizer.learning_rate} in a new workdir")

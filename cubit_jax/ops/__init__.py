@@ -1,7 +1,27 @@
 """Pure functions of arrays."""
 
 from cubit_jax.ops.attention import attention
-from cubit_jax.ops.kernel_solve import kernel_solve
+from cubit_jax.ops.decode import attention_cached, kernel_solve_cached, write_cache
+from cubit_jax.ops.energy import descent_direction, elementwise_energy, interaction_energy
+from cubit_jax.ops.energy_step import (
+    elementwise_gate,
+    elementwise_step,
+    elementwise_step_from_gate,
+    interaction_keys,
+    interaction_step,
+    interaction_step_cached,
+    interaction_step_from_keys,
+    minimize,
+    precondition,
+    preconditioner_margin,
+)
+from cubit_jax.ops.kernel_solve import kernel_solve, system_diagonal
+from cubit_jax.ops.layout import Layout
 from cubit_jax.ops.rotary import rotary
 
-__all__ = ["attention", "kernel_solve", "rotary"]
+__all__ = [
+    "Layout", "attention", "attention_cached", "descent_direction", "elementwise_energy", "elementwise_gate",
+    "elementwise_step", "elementwise_step_from_gate", "interaction_energy", "interaction_keys", "interaction_step",
+    "interaction_step_cached", "interaction_step_from_keys", "kernel_solve", "kernel_solve_cached", "minimize",
+    "precondition", "preconditioner_margin", "rotary", "system_diagonal", "write_cache",
+]

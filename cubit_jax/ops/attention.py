@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cubit_jax.ops import dispatch, masks
+from cubit_jax.ops import context, dispatch, masks, tiles
+from cubit_jax.ops.attention_xla import attention_xla
 
 
-def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementation=None):
+def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementation=None, layout=None):
     """o_i = sum_j A_ij v_j with A = softmax over visible j of scale * q_i . k_j; causal.
 
     A row that sees nothing (padding) gives 0.
@@ -19,6 +20,7 @@ def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementat
       window: int or None: i sees j only if i - j < window.
       scale: of the scores; None is 1 / sqrt(K).
       implementation: None, "reference", "xla" or "pallas".
+      layout: None, or the ops.Layout by which devices share the rows: each then passes and gets its own rows.
 
     Returns:
       [B, L, H, V] in the dtype of q; computed in float32 (float64 for float64 inputs).
@@ -28,7 +30,8 @@ def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementat
     """
     window = check(q, k, v, segment_ids, window)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return dispatch.run("attention", IMPLEMENTATIONS, implementation, q, k, v,
+    implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.attention, layout)
+    return dispatch.run("attention", implementations, implementation, q, k, v,
                         segment_ids=segment_ids, window=window, scale=scale)
 
 
@@ -71,4 +74,65 @@ def _reference(q, k, v, *, segment_ids, window, scale):
     return jnp.einsum("bhij,bjhk->bihk", weights, v.astype(dtype), precision="highest").astype(q.dtype)
 
 
-IMPLEMENTATIONS = {"reference": _reference, "xla": _reference}
+def _pallas(q, k, v, *, segment_ids, window, scale):
+    platform, interpret = dispatch.kernel_platform()
+    if v.shape != q.shape or k.dtype != q.dtype:
+        raise NotImplementedError(f"the kernels need {v.shape=} to equal {q.shape=} and {k.dtype=} to equal {q.dtype=}")
+    if tiles.compute_dtype(q, v) == jnp.float64:
+        raise NotImplementedError("the kernels compute in float32, not float64")
+    kernel = _splash if platform == "tpu" else _cudnn
+    return kernel(q, k, v, segment_ids=segment_ids, window=window, scale=scale, interpret=interpret)
+
+
+def _splash(q, k, v, *, segment_ids, window, scale, interpret):
+    """The TPU kernel that ships with JAX. Values are rounded to the dtype of q, as it multiplies them in that."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    length, num_heads = q.shape[1:3]
+    block = min(512, -(-length // 128) * 128)
+    padded = -(-length // block) * block
+    mask = splash.CausalMask((padded, padded))
+    if window is not None:
+        mask = splash.LocalMask((padded, padded), (window - 1, 0), 0)
+    sizes = splash.BlockSizes(**dict.fromkeys(
+        ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
+         "block_kv_dq"), block))
+
+    def heads_first(x):
+        return jnp.pad(x.astype(q.dtype), ((0, 0), (0, padded - length), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    kernel = splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * num_heads), block_sizes=sizes,
+                                                  interpret=interpret)
+    q_scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    ids = None
+    if segment_ids is not None:
+        ids = jnp.pad(segment_ids, ((0, 0), (0, padded - length)))
+        ids = splash.SegmentIds(ids, ids)
+    # Products of float32 operands would be rounded to bfloat16 by default.
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        o = jax.vmap(kernel)(heads_first(q_scaled), heads_first(k), heads_first(v), ids)
+    return _without_padding(o.swapaxes(1, 2)[:, :length], segment_ids)
+
+
+def _cudnn(q, k, v, *, segment_ids, window, scale, interpret):
+    """cuDNN's kernel. Values are rounded to the dtype of q, as it multiplies them in that."""
+    if interpret:
+        raise NotImplementedError("cuDNN has no interpreter")
+    if segment_ids is not None:
+        raise NotImplementedError("cuDNN through JAX takes no segment ids")
+    if q.dtype.itemsize > 2:
+        raise NotImplementedError(f"cuDNN takes 16-bit inputs, not {q.dtype}")
+    try:
+        return jax.nn.dot_product_attention(
+            q, k, v.astype(q.dtype), scale=scale, is_causal=True, implementation="cudnn",
+            local_window_size=None if window is None else (window - 1, 0))
+    except RuntimeError as error:  # no cuDNN, or one that is too old
+        raise NotImplementedError(str(error)) from error
+
+
+def _without_padding(o, segment_ids):
+    """Padding sees nothing, where the kernel lets it see itself; this also stops its gradient."""
+    return o if segment_ids is None else jnp.where((segment_ids != 0)[..., None, None], o, 0)
+
+
+IMPLEMENTATIONS = {"reference": _reference, "xla": attention_xla, "pallas": _pallas}

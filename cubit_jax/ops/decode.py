@@ -11,7 +11,7 @@ cache holds beyond them is not seen, but must be finite. Tokens beyond the capac
 import jax.numpy as jnp
 
 from cubit_jax.ops import masks, tiles
-from cubit_jax.ops.kernel_solve_xla import inverse_block
+from cubit_jax.ops.kernel_solve_xla import system_block
 
 
 def write_cache(cache, new, start):
@@ -71,7 +71,7 @@ def kernel_solve_cached(query, key_cache, u_cache, rhs, start, *, ridge=None, be
     summed = tiles.dot("bhij,bjhk->bhik", known, u_cache.astype(dtype))
     target -= summed if beta is None else beta[..., None] * summed
     ridge = None if ridge is None else ridge.astype(dtype)
-    return jnp.swapaxes(tiles.dot("bhij,bhjk->bhik", inverse_block(unknown, ridge, beta), target), 1, 2)
+    return jnp.swapaxes(tiles.solve_triangular(system_block(unknown, ridge, beta), target), 1, 2)
 
 
 def _weights(q, key_cache, start, *, window, strict, scale, dtype):

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from cubit_jax.ops import dispatch
+from cubit_jax.ops import context, dispatch, tiles
 from cubit_jax.ops.attention import check, dense_weights
+from cubit_jax.ops.kernel_solve_xla import kernel_solve_xla
 
 
 def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, window=None, scale=1.0, block_size=None,
-                 implementation=None):
+                 implementation=None, layout=None):
     """Solves the system whose weights P are a row softmax of the visible scores scale * query_i . key_j.
 
     With ridge (Cubit, arXiv 2605.06501, eq. 13): (P + ridge I) u = rhs, row i sees itself.
@@ -25,6 +26,7 @@ def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, wi
       scale: number, of the scores.
       block_size: rows and columns of a tile; None lets the implementation choose. Only speed and memory depend on it.
       implementation: None, "reference", "xla" or "pallas".
+      layout: None, or the ops.Layout by which devices share the rows: each then passes and gets its own rows.
 
     Returns:
       u, [B, L, H, V], float32 (float64 for float64 inputs) whatever the input dtype: it may be a thousand times rhs.
@@ -42,7 +44,8 @@ def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, wi
         raise ValueError(f"{beta.shape=} must be [B, L, H] = {(batch, length, num_heads)}")
     if block_size is not None and (int(block_size) != block_size or block_size < 1):
         raise ValueError(f"{block_size=} must be a positive integer")
-    return dispatch.run("kernel_solve", IMPLEMENTATIONS, implementation, query, key, rhs, ridge=ridge, beta=beta,
+    implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.kernel_solve, layout)
+    return dispatch.run("kernel_solve", implementations, implementation, query, key, rhs, ridge=ridge, beta=beta,
                         segment_ids=segment_ids, window=window, scale=float(scale), block_size=block_size)
 
 
@@ -62,4 +65,48 @@ def _reference(query, key, rhs, *, ridge, beta, segment_ids, window, scale, bloc
     return u.transpose(0, 2, 1, 3)
 
 
-IMPLEMENTATIONS = {"reference": _reference, "xla": _reference}
+def _pallas(query, key, rhs, **kwargs):
+    platform, interpret = dispatch.kernel_platform()
+    if rhs.shape != query.shape:
+        raise NotImplementedError(f"the kernels need {rhs.shape=} to equal {query.shape=}")
+    if platform == "tpu":
+        from pallas_kernels.kernel_solve_tpu import kernel_solve as kernel
+    else:
+        from pallas_kernels.kernel_solve_gpu import kernel_solve as kernel
+    return kernel(query, key, rhs, interpret=interpret, **kwargs)
+
+
+def system_diagonal(query, key, ridge, *, segment_ids=None, window=None, scale=1.0, layout=None):
+    """P_ii + ridge, the diagonal of Cubit's system, in memory linear in L: near 0 the solution explodes.
+
+    Args: as for kernel_solve. No gradient flows through the result.
+
+    Returns:
+      [B, L, H], float32 (float64 for float64 inputs).
+    """
+    window = check(query, key, key, segment_ids, window)
+    query, key, ridge = jax.lax.stop_gradient((query, key, ridge))
+    if layout is None:
+        lse = _log_sum_exp(query, key, segment_ids=segment_ids, window=window, scale=float(scale))
+    else:
+        lse = context.log_sum_exp(query, key, segment_ids=segment_ids, window=window, scale=float(scale), layout=layout)
+    scores = float(scale) * jnp.sum(query.astype(lse.dtype) * key.astype(lse.dtype), axis=-1)
+    real = True if segment_ids is None else (segment_ids != 0)[..., None]
+    return jnp.where(real, jnp.exp(scores - lse), 0) + ridge.astype(lse.dtype)
+
+
+def _log_sum_exp(query, key, *, segment_ids, window, scale):
+    """Of each row's visible scores, [B, L, H]; finite where nothing is visible."""
+    tiling = tiles.Tiling(query.shape[1], tiles.choose_block(query.shape[1]), window)
+    q, k, segments = jax.tree.map(tiling.split, (query, key, segment_ids))
+    nothing = jnp.zeros_like(k, shape=(*k.shape[:-1], 1))
+
+    def row_block(_, x):
+        i, q_i = x
+        state = tiles.start(q_i, 1, tiles.compute_dtype(query, key))
+        return None, tiles.forward_row(tiling, scale, i, q_i, k, nothing, segments, state)[2]
+
+    return tiling.merge(jax.lax.scan(row_block, None, (jnp.arange(tiling.num_blocks), q))[1])
+
+
+IMPLEMENTATIONS = {"reference": _reference, "xla": kernel_solve_xla, "pallas": _pallas}

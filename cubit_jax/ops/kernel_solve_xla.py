@@ -47,18 +47,17 @@ def solve_rows(tiling, scale, q, k, rhs, ridge, beta, segments, state=None):
             state_i = tiles.start(q_i, rhs.shape[-1], rhs.dtype)
         weights, summed, lse = tiles.forward_row(tiling, scale, i, q_i, k, u, segments, state_i)
         target = rhs_i - (summed if beta is None else beta_i[..., None] * summed)
-        u_i = dot("bhij,bhjk->bhik", inverse_block(weights, ridge, beta_i), target)
+        u_i = tiles.solve_triangular(system_block(weights, ridge, beta_i), target)
         return tiles.put(u, u_i, i), (summed + dot("bhij,bhjk->bhik", weights, u_i), lse)
 
     u, (summed, lse) = lax.scan(row_block, jnp.zeros_like(rhs), (jnp.arange(tiling.num_blocks), q, rhs, beta, state))
     return u, summed, lse
 
 
-def inverse_block(weights, ridge, beta):
-    """Inverse of a diagonal block of the system from its weights [B, H, C, C]; ridge [H] or beta [B, H, C]."""
+def system_block(weights, ridge, beta):
+    """The system of a diagonal tile of the weights [B, H, C, C]; ridge [H] or beta [B, H, C]."""
     eye = jnp.eye(weights.shape[-1], dtype=weights.dtype)
-    system = weights + ridge[:, None, None] * eye if beta is None else eye + beta[..., None] * weights
-    return tiles.triangular_inverse(system)
+    return weights + ridge[:, None, None] * eye if beta is None else eye + beta[..., None] * weights
 
 
 def _backward(tiling, scale, residuals, g):
@@ -70,7 +69,7 @@ def _backward(tiling, scale, residuals, g):
         i, q_i, c_i, summed_i, lse_i = x
 
         def cotangent(weights, g_i):
-            y = dot("bhji,bhjk->bhik", inverse_block(weights, ridge, c_i), g_i)
+            y = tiles.solve_triangular(system_block(weights, ridge, c_i), g_i, transpose=True)
             z = -y if c_i is None else -c_i[..., None] * y
             return z, jnp.sum(z * summed_i, axis=-1, keepdims=True), y
 

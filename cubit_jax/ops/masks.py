@@ -18,8 +18,8 @@ def visible(row, column, row_segments=None, column_segments=None, *, window=None
     row, column = row[..., :, None], column[..., None, :]
     mask = column < row if strict else column <= row
     if window is not None:
-        mask &= row - column < window
+        mask = mask & (row - column < window)
     if row_segments is not None:
         row_segments, column_segments = row_segments[..., :, None], column_segments[..., None, :]
-        mask &= (row_segments == column_segments) & (column_segments != 0)
+        mask = mask & (row_segments == column_segments) & (column_segments != 0)
     return mask

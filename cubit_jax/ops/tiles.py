@@ -10,10 +10,13 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from cubit_jax.ops import masks
+from cubit_jax.ops import dispatch, masks
 
-# Largest number of rows and columns of a tile. Larger ones waste more of the diagonal, smaller ones more of the loop.
-MAX_BLOCK = 256
+# Largest C that is chosen, by backend: smaller tiles waste less of the diagonal, larger ones keep more cores busy.
+MAX_BLOCK = {"cpu": 128}
+OTHER_MAX_BLOCK = 256
+# Largest block whose inverse is formed in the solve of a diagonal tile.
+MAX_INVERSE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,11 @@ class Tiling:
 
 
 def choose_block(length, block_size=None):
-    """C for sequences of this length: block_size if given; a short sequence is one block of a multiple of 16 rows."""
-    return min(block_size or MAX_BLOCK, -(-length // 16) * 16)
+    """C for sequences of this length: block_size if given, else even blocks of a multiple of 16 rows."""
+    if block_size is not None:
+        return min(block_size, length)
+    count = -(-length // MAX_BLOCK.get(dispatch.current_backend(), OTHER_MAX_BLOCK))
+    return -(-length // (count * 16)) * 16
 
 
 def compute_dtype(*arrays):
@@ -188,36 +194,60 @@ def backward_row(tiling, scale, i, q_i, k, v, lse_i, segments, dk, dv, cotangent
     return scale * dq, dk, dv
 
 
-def triangular_inverse(system):
-    """Inverse of lower-triangular [..., C, C]; a row whose diagonal entry is 0 is 0 in it.
+def solve_triangular(system, rhs, transpose=False):
+    """Solution of system x = rhs, or of its transpose, for lower-triangular system [..., C, C] and rhs [..., C, V].
+
+    A row whose diagonal entry is 0 (nothing visible and no ridge) has the solution 0.
+    """
+    inverse = _inverse_of_diagonal(system)
+    count, base = inverse.shape[-3:-1]
+    spec = "...ji,...jk->...ik" if transpose else "...ij,...jk->...ik"
+
+    def sub_block(t, x):
+        s = count - 1 - t if transpose else t
+        rows = lax.dynamic_slice_in_dim(system, s * base, base, -1 if transpose else -2)
+        target = lax.dynamic_slice_in_dim(rhs, s * base, base, -2) - dot(spec, rows, x)  # x is 0 where not yet solved
+        solved = dot(spec, lax.dynamic_index_in_dim(inverse, s, -3, keepdims=False), target)
+        return lax.dynamic_update_slice_in_dim(x, solved, s * base, -2)
+
+    if count == 1:
+        return dot(spec, inverse[..., 0, :, :], rhs)
+    return lax.fori_loop(0, count, sub_block, jnp.zeros_like(rhs))
+
+
+def _inverse_of_diagonal(system):
+    """Inverses of the diagonal sub-blocks of [..., C, C], as large as MAX_INVERSE allows: [..., C / b, b, b].
 
     Substitution in blocks of at most 16 rows (for C up to 16 times a power of two), which are then merged in pairs.
     Repeated squaring would overflow: powers of near-uniform weights grow like binomial coefficients.
     """
-    size = system.shape[-1]
-    base = size
+    base = system.shape[-1]
     while base > 16 and base % 2 == 0:
         base //= 2
-    lead = system.shape[:-2]
-    blocks = system.reshape(*lead, size // base, base, size // base, base)
-    diagonal = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)  # [..., size // base, base, base]
+    diagonal = _diagonal_blocks(system, base)
     pivot = jnp.diagonal(diagonal, axis1=-2, axis2=-1)
-    inverse_pivot = jnp.where(pivot == 0, 0, 1 / jnp.where(pivot == 0, 1, pivot))
-    row = jnp.arange(base)[:, None]
+    reciprocal = jnp.where(pivot == 0, 0, 1 / jnp.where(pivot == 0, 1, pivot))
+    index = jnp.arange(base)[:, None]
 
     def substitute(k, inverse):
-        new = lax.dynamic_slice_in_dim(inverse, k, 1, -2) * lax.dynamic_slice_in_dim(inverse_pivot, k, 1, -1)[..., None]
+        row = lax.dynamic_slice_in_dim(inverse, k, 1, -2) * lax.dynamic_slice_in_dim(reciprocal, k, 1, -1)[..., None]
         column = lax.dynamic_slice_in_dim(diagonal, k, 1, -1)
-        return jnp.where(row == k, new, inverse - jnp.where(row > k, column, 0) * new)
+        return jnp.where(index == k, row, inverse - jnp.where(index > k, column, 0) * row)
 
-    inverse = lax.fori_loop(0, base, substitute, jnp.broadcast_to(jnp.eye(base, dtype=system.dtype), diagonal.shape))
-    while base < size:
-        pairs = inverse.reshape(*lead, size // base // 2, 2, base, base)
-        upper, lower = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        blocks = system.reshape(*lead, size // base // 2, 2, base, size // base // 2, 2, base)[..., :, 1, :, :, 0, :]
-        off = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        corner = -dot("...ij,...jk->...ik", lower, dot("...ij,...jk->...ik", off, upper))
-        inverse = jnp.concatenate([jnp.concatenate([upper, jnp.zeros_like(upper)], -1),
-                                   jnp.concatenate([corner, lower], -1)], -2)
+    inverse = lax.fori_loop(0, base, substitute, jnp.zeros_like(diagonal) + jnp.eye(base, dtype=system.dtype))
+    while 2 * base <= min(MAX_INVERSE, system.shape[-1]):
+        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        off = _diagonal_blocks(system, 2 * base)[..., base:, :base]
+        corner = -dot("...ij,...jk->...ik", second, dot("...ij,...jk->...ik", off, first))
+        inverse = jnp.concatenate([jnp.concatenate([first, jnp.zeros_like(first)], -1),
+                                   jnp.concatenate([corner, second], -1)], -2)
         base *= 2
-    return inverse.reshape(system.shape)
+    return inverse
+
+
+def _diagonal_blocks(system, base):
+    """[..., C, C] -> [..., C / base, base, base]."""
+    count = system.shape[-1] // base
+    blocks = system.reshape(*system.shape[:-2], count, base, count, base)
+    on_diagonal = jnp.eye(count, dtype=bool)[:, None, :, None]
+    return jnp.sum(jnp.where(on_diagonal, blocks, 0), axis=-2)

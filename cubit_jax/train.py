@@ -116,13 +116,12 @@ def open_run(config, folder):
 
 def _initial_state(run, checkpoints):
     """(state, shardings, position in the data or None): from the last checkpoint, another run's parameters, or new."""
-    if checkpoints.latest_step is None:
-        state, shardings = train_step.make_state(run.model, run.config, run.mesh)
-        if run.config.init_from:
-            params, _ = load_params(run.config.init_from, run.model, shardings["params"])
-            state |= {"params": params}
-        return state, shardings, None
     shapes, shardings = train_step.state_shapes(run.model, run.config, run.mesh)
+    if checkpoints.latest_step is None:
+        params = {}
+        if run.config.init_from:
+            params = {"params": load_params(run.config.init_from, run.model, shardings["params"])[0]}
+        return train_step.make_state(run.model, run.config, shardings) | params, shardings, None
     state, saved = checkpoints.restore(shapes)
     saved = json.loads(saved)
     if saved["corpus"] != run.corpus.fingerprint:

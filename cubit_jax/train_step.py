@@ -36,10 +36,9 @@ def state_shapes(model, config, mesh):
                         shapes, shardings), shardings
 
 
-def make_state(model, config, mesh):
-    """(The initial state, each array made where it lives on the mesh, the NamedShardings of all its arrays)."""
-    _, shardings = state_shapes(model, config, mesh)
-    return jax.jit(lambda: init_state(model, config), out_shardings=shardings)(), shardings
+def make_state(model, config, shardings):
+    """The initial state, each array made where it lives: `shardings` as from state_shapes."""
+    return jax.jit(lambda: init_state(model, config), out_shardings=shardings)()
 
 
 def make_train_step(model, config, shardings=None):

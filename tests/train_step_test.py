@@ -41,7 +41,8 @@ def compiled(config_json, sizes=()):
     sizes = {**dict.fromkeys(partitioning.AXES, 1), **dict(sizes)}
     mesh = partitioning.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
-        state, shardings = train_step.make_state(model, config, mesh)
+        _, shardings = train_step.state_shapes(model, config, mesh)
+        state = train_step.make_state(model, config, shardings)
         rows = partitioning.batch_sharding(mesh)
         step = train_step.compile_train_step(model, config, state, shardings, rows)
     start = jax.device_get(state)  # the state itself is donated to the first step

@@ -117,7 +117,9 @@ class LanguageModel(nn.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
             if cache is not None and not prefill:
                 positions = positions + length[:, None]
-        x = constrain(embed(tokens), "BLD")
+        # With D whole: looked up in a table whose D is split, the activations of the whole batch would be exchanged.
+        table = constrain(embed.embedding, "VD").astype(embed.dtype)
+        x = constrain(jnp.take(table, tokens, axis=0), "BLD")
         layers = None if cache is None else cache["layers"]
         x, layers = (self._scanned if config.scan_layers else self._unrolled)(
             x, positions, segment_ids, length, layers, prefill, deterministic)
@@ -155,6 +157,7 @@ def chunked_loss(x, kernel, *, targets, weights):
     The backward pass computes the logits of a chunk again, so that [B, L, V] is never held. A chunk takes every n-th
     position: a sequence axis that is split over devices in contiguous parts stays split within each chunk.
     """
+    kernel = constrain(kernel, "DV")  # one exchange, and one of its gradient, instead of one a chunk
     length = x.shape[1]
     count = max(-(-length // _LOSS_CHUNK), min(length, 4))
     pad = -length % count

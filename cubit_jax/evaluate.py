@@ -73,13 +73,13 @@ def evaluate(folder, num_recursions=None):
     rows = math.prod(run.mesh.shape[axis] for axis in partitioning.BATCH_AXES)
     # The result does not depend on the batch; this is the size that training has shown to fit.
     batch_size = -(-run.config.batch_size // run.config.accumulation_steps // rows) * rows
+    process_index, process_count = partitioning.process_share(run.mesh)
     batches = data.heldout_batches(
         corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=batch_size,
-        process_index=jax.process_index(), process_count=jax.process_count())
-    sharding = partitioning.batch_sharding(run.mesh)
+        process_index=process_index, process_count=process_count)
 
     def put(batch):
-        return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
+        return partitioning.put_batch(run.mesh, batch)
 
     with jax.set_mesh(run.mesh):
         return heldout_loss(run.model, run.params, map(put, batches), corpus.heldout_bytes), run.step

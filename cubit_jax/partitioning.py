@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cubit_jax.ops.layout import choose_layout
+from cubit_jax.ops.layout import Layout, choose_head_shares, length_multiple
 
 AXES = ("replica", "data", "fsdp", "tensor", "context")
 BATCH_AXES = ("replica", "data", "fsdp")
@@ -84,7 +84,7 @@ def check(mesh, *, batch_size, accumulation_steps, model):
     Args:
       mesh: the device mesh.
       batch_size: rows a step over all devices. accumulation_steps: how many micro-batches they are cut into.
-      model: has num_heads, mlp_dim, vocab_size, model_dim, seq_len.
+      model: has num_heads, mlp_dim, vocab_size, model_dim, mixers, seq_len.
     """
     rows = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if batch_size % (accumulation_steps * rows):
@@ -96,7 +96,9 @@ def check(mesh, *, batch_size, accumulation_steps, model):
         size = getattr(model, field)
         if size % mesh.shape[axis]:
             raise ValueError(f"model.{field}={size} must be a multiple of mesh.{axis}={mesh.shape[axis]}")
-    choose_layout("context", mesh.shape["context"], model.num_heads // mesh.shape["tensor"], model.seq_len)
+    # The diagonal of Causal Energy Minimization may be shared by the heads, so that devices share its rows alone.
+    heads = 1 if "cem" in model.mixers else model.num_heads // mesh.shape["tensor"]
+    Layout("context", mesh.shape["context"], choose_head_shares(mesh.shape["context"], heads), model.seq_len)
 
 
 def parameter_spec(path, ndim):
@@ -138,6 +140,33 @@ def batch_sharding(mesh, ndim=2):
     return NamedSharding(mesh, P(BATCH_AXES, "context", *(None,) * (ndim - 2)))
 
 
+def process_share(mesh):
+    """(index, count): this process reads part `index` of `count` equal parts of a batch's rows.
+
+    Processes that hold parts of the same rows (a tensor or context axis across hosts) have the same index.
+
+    Raises:
+      ValueError: the parts of two processes overlap without being the same.
+    """
+    rows = mesh.devices.reshape(math.prod(mesh.shape[axis] for axis in BATCH_AXES), -1)
+    held = {}
+    for row, devices in enumerate(rows):
+        for device in devices:
+            held.setdefault(device.process_index, set()).add(row)
+    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+    if sum(map(len, parts)) != len(rows):
+        raise ValueError(f"the rows of {len(held)} processes overlap: mesh.tensor x mesh.context must divide the "
+                         "devices of a process, or be a multiple of them")
+    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+
+
+def put_batch(mesh, batch):
+    """The global batch on the devices, from this process's rows (see process_share) as a dict of arrays [b, L]."""
+    sharding, (_, count) = batch_sharding(mesh), process_share(mesh)
+    return {name: jax.make_array_from_process_local_data(sharding, array, (count * len(array), *array.shape[1:]))
+            for name, array in batch.items()}
+
+
 def constrain(x, dims):
     """Tells the compiler how an activation lies on the mesh; does nothing without a mesh.
 
@@ -171,7 +200,8 @@ def per_shard(fn, dims):
     Where the mesh splits the sequence (axis context), arrays with an L are exchanged on the way in and back on the way
     out: the devices of the axis share the heads, and `fn` sees whole sequences. Where there are not enough heads, or
     an array without heads is read by all of them ("BLD"), they share rows as well: `fn` is then called with the
-    keyword `layout`, an ops.Layout, and sees dealt rows. One call of several ops exchanges less than several calls.
+    keyword `layout`, an ops.Layout, and sees dealt rows. A length that cannot be dealt in equal pieces (a prompt) stays
+    whole on each device. One call of several ops exchanges less than several calls.
 
     Args:
       fn: function of arrays (or None) that treats batch rows and heads independently.
@@ -179,8 +209,7 @@ def per_shard(fn, dims):
         argument that is None may have any letters.
 
     Raises:
-      ValueError (from the call): the number of heads is no multiple of the mesh's tensor axis, or the sequence cannot
-        be dealt in equal pieces (see ops.Layout).
+      ValueError (from the call): the number of heads is no multiple of the mesh's tensor axis.
     """
     inputs, outputs = (side.split(",") for side in dims.split("->"))
 
@@ -192,6 +221,8 @@ def per_shard(fn, dims):
             return fn(*args)
         sizes = _sizes(inputs, args)
         layout = _layout(inputs, outputs, sizes, mesh)
+        if layout is None:
+            sizes.pop("L", None)
         split = {axis for letter, axes in _axes(sizes, mesh).items() for axis in axes if letter in "".join(inputs)}
         kept = {axis for letter, axes in _axes(sizes, mesh).items() for axis in axes if letter in "".join(outputs)}
 
@@ -214,12 +245,15 @@ def per_shard(fn, dims):
 def _layout(inputs, outputs, sizes, mesh):
     """The layout of an op's arrays where the mesh splits the sequence, else None."""
     devices = mesh.shape["context"]
-    if devices == 1 or sizes.get("L", 1) % devices:
+    if devices == 1 or "L" not in sizes:
         return None
-    for_all_heads = [letters for letters in inputs if letters != "BL"] + outputs
-    share_heads = all("H" in letters for letters in for_all_heads if "L" in letters)
-    return choose_layout("context", devices, sizes.get("H", 1) // mesh.shape["tensor"], sizes["L"],
-                         share_heads=share_heads)
+    of_heads = [letters for letters in inputs if letters != "BL"] + outputs
+    share_heads = all("H" in letters for letters in of_heads if "L" in letters)
+    heads = sizes["H"] // mesh.shape["tensor"] if share_heads else 1
+    head_shares = choose_head_shares(devices, heads)
+    if sizes["L"] % length_multiple(devices, head_shares):
+        return None
+    return Layout("context", devices, head_shares, sizes["L"])
 
 
 def _run_dealt(fn, layout, inputs, outputs, shards):

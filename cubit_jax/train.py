@@ -63,7 +63,7 @@ class Run:
 
     def put(self, batch):
         """This process's rows of a batch -> the global batch on the devices."""
-        return {name: jax.make_array_from_process_local_data(self.rows, array) for name, array in batch.items()}
+        return partitioning.put_batch(self.mesh, batch)
 
 
 def train(config, folder):
@@ -136,9 +136,10 @@ def _fit(run, state, shardings, data_state, checkpoints, stop):
     start = time.monotonic()
     step_fn = train_step.compile_train_step(run.model, config, state, shardings, run.rows)
     _say(f"compiled    in {time.monotonic() - start:.0f} s")
+    process_index, process_count = partitioning.process_share(run.mesh)
     batches = data.train_batches(
         run.corpus.train, run.tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed,
-        num_workers=config.data.num_workers, process_index=jax.process_index(), process_count=jax.process_count())
+        num_workers=config.data.num_workers, process_index=process_index, process_count=process_count)
     writers = metrics.open_writers(run.workdir, int(state["step"]), jax.process_index())
     try:
         if data_state is not None:
@@ -161,9 +162,10 @@ def _make_evaluate(run):
     """The function params -> {"eval/loss", "eval/bits_per_byte"} of the whole held-out part."""
     @functools.cache
     def batches():
+        process_index, process_count = partitioning.process_share(run.mesh)
         return data.heldout_batches(
             run.corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=run.config.batch_size,
-            process_index=jax.process_index(), process_count=jax.process_count())
+            process_index=process_index, process_count=process_count)
 
     def evaluate_params(params):
         result = evaluate.heldout_loss(run.model, params, map(run.put, batches()), run.corpus.heldout_bytes)

@@ -47,13 +47,47 @@ def test_sizes_that_do_not_fit_the_devices(sizes, words):
 ])
 def test_run_that_does_not_fit_the_mesh_names_both_numbers(mesh, changed, words):
     run = {"batch_size": 8, "accumulation_steps": 1}
-    model = {"num_heads": 4, "mlp_dim": 32, "vocab_size": 300, "model_dim": 16, "seq_len": 64}
+    model = {"num_heads": 4, "mlp_dim": 32, "vocab_size": 300, "model_dim": 16, "seq_len": 64,
+             "mixers": ("cubit",)}
     partitioning.check(mesh, **run, model=types.SimpleNamespace(**model))
     run |= {name: value for name, value in changed.items() if name in run}
     model |= {name: value for name, value in changed.items() if name in model}
     with pytest.raises(ValueError) as caught:
         partitioning.check(mesh, **run, model=types.SimpleNamespace(**model))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_sequence_that_cannot_be_dealt_names_the_numbers():
+    mesh = partitioning.make_mesh({"context": 4, "tensor": 2})
+    model = {"num_heads": 4, "mlp_dim": 32, "vocab_size": 300, "model_dim": 16}
+    for mixer, multiple in {"cubit": 8, "cem": 16}.items():  # two of four devices share the rows of a head; all four
+        model |= {"mixers": (mixer,), "seq_len": 2 * multiple}
+        partitioning.check(mesh, batch_size=8, accumulation_steps=1, model=types.SimpleNamespace(**model))
+        model["seq_len"] -= 4
+        with pytest.raises(ValueError, match=rf"length={2 * multiple - 4} must be a multiple of {multiple} = 4 dev"):
+            partitioning.check(mesh, batch_size=8, accumulation_steps=1, model=types.SimpleNamespace(**model))
+
+
+@pytest.mark.parametrize("per_process, sizes, shares", [
+    (4, {"data": 8}, [(0, 2), (1, 2)]),  # own rows
+    (4, {"context": 8}, [(0, 1), (0, 1)]),  # the same rows, of which each process holds a part of the sequence
+    (2, {"data": 2, "tensor": 4}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+])
+def test_processes_that_hold_the_same_rows_read_the_same(per_process, sizes, shares, monkeypatch):
+    shape = {**dict.fromkeys(partitioning.AXES, 1), **sizes}
+    devices = [types.SimpleNamespace(process_index=i // per_process) for i in range(8)]
+    mesh = types.SimpleNamespace(shape=shape, devices=np.array(devices).reshape(list(shape.values())))
+    for process, share in enumerate(shares):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert partitioning.process_share(mesh) == share
+
+
+def test_processes_whose_rows_overlap_are_refused():
+    devices = np.array([types.SimpleNamespace(process_index=i // 3) for i in range(6)])
+    mesh = types.SimpleNamespace(shape={**dict.fromkeys(partitioning.AXES, 1), "data": 3, "context": 2},
+                                 devices=devices.reshape(1, 3, 1, 1, 2))
+    with pytest.raises(ValueError, match="rows of 2 processes overlap"):
+        partitioning.process_share(mesh)
 
 
 def test_rules_add_the_layer_axis_and_refuse_what_they_do_not_know():

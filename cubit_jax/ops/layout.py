@@ -42,10 +42,11 @@ class Layout:
     length: int
 
     def __post_init__(self):
-        if self.length % (self.devices * self.row_shares):
+        if self.length % length_multiple(self.devices, self.head_shares):
             raise ValueError(
-                f"a sequence of length={self.length} must be a multiple of {self.devices * self.row_shares} = "
-                f"{self.devices} devices of the {self.axis} axis x {self.row_shares} of them that share its rows")
+                f"a sequence of length={self.length} must be a multiple of "
+                f"{length_multiple(self.devices, self.head_shares)} = {self.devices} devices of the {self.axis} axis "
+                f"x {self.row_shares} of them that share its rows")
 
     @property
     def row_shares(self):
@@ -161,9 +162,14 @@ class Layout:
         return lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
 
-def choose_layout(axis, devices, num_heads, length, *, share_heads=True):
-    """The layout that shares as many heads as it can, which costs the fewest products and exchanges; rows only else."""
-    return Layout(axis, devices, math.gcd(num_heads, devices) if share_heads else 1, length)
+def choose_head_shares(devices, num_heads):
+    """As many as possible, because sharing heads costs fewer products and exchanges than sharing rows."""
+    return math.gcd(num_heads, devices)
+
+
+def length_multiple(devices, head_shares):
+    """What a length must be a multiple of: each device has a part of it, of which every row rank gets a piece."""
+    return devices * (devices // head_shares)
 
 
 def _largest_divisor(number, limit):

@@ -12,11 +12,15 @@ from cubit_jax import ops, partitioning
 from cubit_jax.layers import MIXERS
 from cubit_jax.ops.context import Schedule
 from cubit_jax.ops.diagonal_attention import diagonal_attention
-from cubit_jax.ops.layout import Layout, choose_layout
+from cubit_jax.ops.layout import Layout, choose_head_shares
 
 
 def _mesh(devices=8):
     return partitioning.make_mesh({"context": devices}, jax.devices()[:devices])
+
+
+def _layout(num_heads, length):
+    return Layout("context", 8, choose_head_shares(8, num_heads), length)
 
 
 def _segments(length):
@@ -108,7 +112,7 @@ def test_diagonal_of_the_system_is_that_of_one_device(error):
 
 @pytest.mark.parametrize("num_heads", [8, 4, 1, 12])
 def test_rows_are_dealt_where_the_index_says_and_come_back(num_heads):
-    layout = choose_layout("context", 8, num_heads, 512)
+    layout = _layout(num_heads, 512)
     assert layout.head_shares == {8: 8, 4: 4, 1: 1, 12: 4}[num_heads]
     rows = jnp.arange(512)
     x = rows[:, None] * 100 + jnp.arange(num_heads)
@@ -129,10 +133,20 @@ def test_rows_are_dealt_where_the_index_says_and_come_back(num_heads):
 
 def test_lengths_that_cannot_be_dealt_are_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"length=72 must be a multiple of 64 = 8 devices of the context axis x 8"):
-        choose_layout("context", 8, 3, 72)
-    assert choose_layout("context", 8, 8, 72).super_block == 9
+        _layout(3, 72)
+    assert _layout(8, 72).super_block == 9
+
+
+def test_kernels_that_need_whole_sequences_are_refused_by_name():
     with pytest.raises(NotImplementedError, match="8 devices share the rows"):
-        _attend(*_arrays(64, 1)[:3], None, layout=Layout("context", 8, 1, 512), implementation="pallas")
+        _attend(*_arrays(64, 1)[:3], None, layout=_layout(1, 512), implementation="pallas")
+
+
+def test_length_that_cannot_be_dealt_stays_whole(error):
+    q, k, v = _arrays(24, 2)[:3]  # 8 devices could have a part each, but 4 of them no equal pieces of it
+    with jax.set_mesh(_mesh()):
+        actual = jax.jit(partitioning.per_shard(_attend, "BLHK,BLHK,BLHK,BL->BLHK"))(q, k, v, None)
+    assert error(actual, ops.attention(q, k, v, implementation="reference")) < 1e-5
 
 
 def _products(layout, window=None):
@@ -153,7 +167,7 @@ def _products(layout, window=None):
 
 @pytest.mark.parametrize("num_heads, length, limit", [(4, 16384, 1.25), (1, 16384, 1.25), (1, 131072, 1.1)])
 def test_work_is_near_the_ideal(num_heads, length, limit):
-    layout = choose_layout("context", 8, num_heads, length)
+    layout = _layout(num_heads, length)
     assert layout.tile == 128
     # One schedule for all devices: their counts are equal, not only within 5 % of the mean.
     _, ratio = _products(layout)
@@ -161,7 +175,7 @@ def test_work_is_near_the_ideal(num_heads, length, limit):
 
 
 def test_schedule_with_a_window_leaves_out_what_no_row_sees():
-    layout = choose_layout("context", 8, 1, 16384)
+    layout = _layout(1, 16384)
     assert _products(layout, 1024)[0] < 0.3 * _products(layout)[0]
 
 

@@ -140,7 +140,8 @@ def init_cache(config, batch, max_len):
       {"length": int32 [batch], the tokens each row holds; "layers": {layer name: arrays [batch, max_len, ...]}}, with
       a leading axis of repeats of the mixer pattern where the layers are scanned.
     """
-    caches = [build_mixer(config, name, parent=None).init_cache(batch, max_len, jnp.dtype(config.dtype))
+    caches = [build_mixer(config, name, parent=None).init_cache(batch, max_len, jnp.dtype(config.dtype),
+                                                                    config.model_dim)
               for name in config.layer_mixers()]
     if config.scan_layers:
         layers = {f"block_{i}": {name: jnp.zeros((config.num_groups, *array.shape), array.dtype)

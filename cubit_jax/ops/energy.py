@@ -5,8 +5,6 @@ The state x, the only thing that is differentiated, is its own argument beside t
 this form is a layer too: see `descent_direction`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -98,26 +96,26 @@ def descent_direction(energy):
 def interaction_scores(queries, state, keys, context, diag):
     """s_ij [B, H, I, J], float32 at least: rows (queries [B, I, H, K], state [B, I, D]) by columns (keys, context).
 
-    A diagonal shared by the heads costs one product and not one a head. Products take the dtype of keys and context.
+    A diagonal shared by the heads costs one product and not one a head.
     """
-    product = functools.partial(jnp.einsum, precision=tiles.precision(keys),
-                                preferred_element_type=tiles.compute_dtype(queries, keys))
-    scores = product("bihk,bjhk->bhij", queries, keys)
+    dtype, precision = tiles.compute_dtype(queries, keys), tiles.precision(keys)
+    scores = tiles.dot("bihk,bjhk->bhij", queries.astype(dtype), keys.astype(dtype), precision)
     if diag is None:
         return scores
+    context, state, diag = (a.astype(dtype) for a in (context, state, diag))
     if diag.ndim == 1:
-        return scores + product("bid,bjd->bij", (state * diag).astype(context.dtype), context)[:, None]
-    scaled = (state[:, :, None] * diag).astype(context.dtype)
-    return scores + product("bihd,bjd->bhij", scaled, context)
+        return scores + tiles.dot("bid,bjd->bij", state * diag, context, precision)[:, None]
+    return scores + tiles.dot("bihd,bjd->bhij", state[:, :, None] * diag, context, precision)
 
 
 def read_columns(weights, keys, context, diag):
     """o_i = sum_j p_ij k_j [B, I, H, K] and y_i = sum over heads of d * sum_j p_ij h_j [B, I, D]; p [B, H, I, J]."""
-    product = functools.partial(jnp.einsum, precision=tiles.precision(keys), preferred_element_type=weights.dtype)
-    o = product("bhij,bjhk->bihk", weights.astype(keys.dtype), keys)
+    precision = tiles.precision(keys)
+    keys, context, diag = (a.astype(weights.dtype) for a in (keys, context, diag))
+    o = tiles.dot("bhij,bjhk->bihk", weights, keys, precision)
     if diag.ndim == 1:
-        return o, diag * product("bij,bjd->bid", jnp.sum(weights, axis=1).astype(context.dtype), context)
-    return o, jnp.sum(product("bhij,bjd->bihd", weights.astype(context.dtype), context) * diag, axis=2)
+        return o, diag * tiles.dot("bij,bjd->bid", jnp.sum(weights, axis=1), context, precision)
+    return o, jnp.sum(diag * tiles.dot("bhij,bjd->bihd", weights, context, precision), axis=2)
 
 
 def masked_logsumexp(scores, mask):
@@ -130,10 +128,8 @@ def masked_logsumexp(scores, mask):
 
 
 def project(x, kernel, precision=None):
-    """[B, L, D] times [D, H, K] -> [B, L, H, K], summed in at least float32, in the dtype of x."""
-    out = jnp.einsum("bld,dhk->blhk", x, kernel.astype(x.dtype), precision=precision,
-                     preferred_element_type=tiles.compute_dtype(x))
-    return out.astype(x.dtype)
+    """[B, L, D] times [D, H, K] -> [B, L, H, K] in the dtype of x."""
+    return jnp.einsum("bld,dhk->blhk", x, kernel.astype(x.dtype), precision=precision)
 
 
 def split_rows(array, count):

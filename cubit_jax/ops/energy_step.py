@@ -8,7 +8,7 @@ the query projection transposed, and whose queries and outputs are rotated by op
 context itself, read with the same weights. Keys, and the gate of the second, do not depend on the state: they are made
 once for all the steps of a layer.
 
-Products take the dtype of the context and are summed in at least float32; a step has the dtype of the state, so that a
+Projections take the dtype of the context, scores and weights at least float32. A step has the dtype of the state: a
 float32 state beside 16-bit context keeps the small differences that many steps add up.
 """
 
@@ -50,16 +50,17 @@ def interaction_keys(context, w_k, *, positions=None, theta=10000.0):
 
 
 def interaction_step_from_keys(state, context, keys, w_q, diag=None, *, tau=None, positions=None, theta=10000.0,
-                               segment_ids=None, window=None, implementation=None):
-    """`interaction_step` for keys from `interaction_keys`; the context is read only where there is a diagonal."""
+                               segment_ids=None, window=None, implementation=None, layout=None):
+    """`interaction_step` for keys from `interaction_keys`; the context is read only where there is a diagonal.
+
+    layout: as for `attention`, where devices share the rows.
+    """
     def aggregate(queries):
-        scale = queries.shape[-1] ** -0.5 if tau is None else 1 / float(tau)
+        options = {"segment_ids": segment_ids, "window": window, "scale": _scale(w_q, tau),
+                   "implementation": implementation, "layout": layout}
         if diag is None:
-            out = attention(queries, keys, keys, segment_ids=segment_ids, window=window, scale=scale,
-                            implementation=implementation)
-            return out, None
-        return diagonal_attention(queries, state, keys, context, diag, segment_ids=segment_ids, window=window,
-                                  scale=scale, implementation=implementation)
+            return attention(queries, keys, keys, **options), None
+        return diagonal_attention(queries, state, keys, context, diag, **options)
 
     return _step(aggregate, state, keys.dtype, w_q, positions, theta)
 
@@ -76,7 +77,7 @@ def interaction_step_cached(state, context_cache, key_cache, w_q, diag, start, *
       Others as in `interaction_step`; positions [B, n].
     """
     def aggregate(queries):
-        scale = queries.shape[-1] ** -0.5 if tau is None else 1 / float(tau)
+        scale = _scale(w_q, tau)
         if diag is None:
             return attention_cached(queries, key_cache, key_cache, start, window=window, scale=scale), None
         rows = start[:, None] + jnp.arange(state.shape[1])
@@ -86,14 +87,17 @@ def interaction_step_cached(state, context_cache, key_cache, w_q, diag, start, *
     return _step(aggregate, state, key_cache.dtype, w_q, positions, theta)
 
 
+def _scale(w_q, tau):
+    return w_q.shape[-1] ** -0.5 if tau is None else 1 / float(tau)
+
+
 def _step(aggregate, state, dtype, w_q, positions, theta):
     """Queries in, aggregated keys out: the part of a step that is the same for every way of aggregating."""
     queries = project(state.astype(dtype), w_q)
     queries = queries if positions is None else rotary(queries, positions, theta)
     out, diagonal = aggregate(queries)
     out = out if positions is None else rotary(out, -positions, theta)  # R_i^T is the rotation by minus the angle
-    step = jnp.einsum("blhk,dhk->bld", out.astype(dtype), w_q.astype(dtype),
-                      preferred_element_type=tiles.compute_dtype(state))
+    step = jnp.einsum("blhk,dhk->bld", out.astype(dtype), w_q.astype(dtype))
     return (step if diagonal is None else step + diagonal).astype(state.dtype)
 
 
@@ -105,18 +109,14 @@ def elementwise_step(state, context, w_up, w_gate, *, activation="silu"):
 
 def elementwise_gate(context, w_gate):
     """W_gate h, [B, L, F] in the dtype of context: what the steps of a layer share."""
-    gate = jnp.einsum("bld,df->blf", context, w_gate.astype(context.dtype),
-                      preferred_element_type=tiles.compute_dtype(context))
-    return gate.astype(context.dtype)
+    return jnp.einsum("bld,df->blf", context, w_gate.astype(context.dtype))
 
 
 def elementwise_step_from_gate(state, gate, w_up, *, activation="silu"):
     """`elementwise_step` for a gate from `elementwise_gate`."""
     w_up = w_up.astype(gate.dtype)
-    z = jnp.einsum("bld,df->blf", state.astype(gate.dtype), w_up, preferred_element_type=tiles.compute_dtype(gate))
-    hidden = (gate * lookup(ACTIVATIONS, activation)(z)).astype(gate.dtype)
-    step = jnp.einsum("blf,df->bld", hidden, w_up, preferred_element_type=tiles.compute_dtype(state))
-    return step.astype(state.dtype)
+    hidden = gate * lookup(ACTIVATIONS, activation)(jnp.einsum("bld,df->blf", state.astype(gate.dtype), w_up))
+    return jnp.einsum("blf,df->bld", hidden, w_up).astype(state.dtype)
 
 
 def precondition(vector, d, u=None, v=None):

@@ -5,9 +5,13 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Sharding tests need eight devices; everything else runs on the first of them.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Sharding tests need eight devices; everything else runs on the first of them. A test compiles far longer than it
+# runs, so code is not optimised; tests of speed are given their own XLA_FLAGS (experiments/README.md).
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true",
+)
 
 import numpy as np
 import pytest

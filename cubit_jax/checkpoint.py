@@ -40,6 +40,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError(f"cannot use {self._folder}: {error.strerror or error}") from error
         self._unchecked = False  # a save runs, or ended with an outcome that nobody has looked at
+        self._broken = False
 
     @property
     def latest_step(self):
@@ -87,9 +88,10 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def close(self):
-        """Waits for the last save and ends the background threads."""
-        self.wait()
-        self._manager.close()
+        """Waits for the last save and ends the background threads; after a SaveError it does nothing."""
+        if not self._broken:
+            self.wait()
+            self._manager.close()
 
     def restore(self, state):
         """The last checkpoint, as arrays placed like those of `state`.
@@ -118,6 +120,7 @@ class Checkpoints:
         self._unchecked = False
 
     def _failed(self, error):
+        self._broken = True
         last = [step for step in self._manager.all_steps() if (self._folder / str(step)).is_dir()]
         kept = f"the last good checkpoint is {max(last)}" if last else "no checkpoint has been written yet"
         return SaveError(f"cannot write a checkpoint to {self._folder}: {_reason(error)}; {kept}")

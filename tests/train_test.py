@@ -145,6 +145,23 @@ def test_complete_run_started_again_reports_and_changes_nothing(straight, start)
     assert snapshot(workdir) == before
 
 
+def test_checkpoint_folder_lost_while_training_is_one_line_and_exit_code_1(start, tmp_path):  # H22
+    process = start(tmp_path, num_steps=2000)
+    wait_for_step(tmp_path, 45, process)
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints").write_text("in the way")
+    output = finish(process, code=1)
+    assert output.splitlines()[-1].startswith("error: cannot write a checkpoint to ")
+    assert "Traceback" not in output
+
+
+def test_help_explains_every_flag_of_the_program():
+    output = subprocess.run([sys.executable, "-m", "cubit_jax.train", "--help"], cwd=ROOT, capture_output=True,
+                            text=True, timeout=120)
+    assert output.returncode == 0 and output.stderr == ""
+    assert "--config:" in output.stdout and "--workdir:" in output.stdout and "goes on" in output.stdout
+
+
 def snapshot(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

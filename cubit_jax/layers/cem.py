@@ -16,6 +16,8 @@ PRECONDITIONERS = ("none", "diagonal", "diagonal_lowrank")
 
 # softplus of it is 1, so that training starts at the plain gradient step.
 _UNIT_SOFTPLUS = math.log(math.e - 1)
+# Small beside the low-rank scores: these are near 1, the diagonal's near 0.02 sqrt(D / K).
+_DIAGONAL_SCALE = 0.02
 # Of the low-rank part's rows, over sqrt(D): its eigenvalues start near +-0.1, far from those that make P indefinite.
 _LOWRANK_SCALE = 0.3
 
@@ -156,7 +158,7 @@ class CEMAttention(Descent, Mixer):
         if self.interaction == "lowrank":
             return None
         shape = (model_dim,) if self.interaction == "shared_diagonal" else (self.num_heads, model_dim)
-        return self.param("diag", nn.initializers.zeros, shape, self.param_dtype)
+        return self.param("diag", nn.initializers.normal(_DIAGONAL_SCALE), shape, self.param_dtype)
 
 
 class CEMMLP(Descent, GatedMLP):

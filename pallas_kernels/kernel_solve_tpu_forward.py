@@ -205,10 +205,15 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
     blocks = range(s.rows // LANES)
     identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
     pairs = [(h, b) for h in range(s.heads) for b in blocks]
-    before, own, system, scale = {}, {}, [], {}
+    # By blocks of columns, here and in the solution below, so that the matrix unit loads each of them once.
+    scores_below = {
+        (h, c): dot(query[0, c * LANES :, head(s, h)], key[block(c), head(s, h)], (1, 1), s.precise) * s.log2_scale
+        for h, c in pairs
+    }
+    before, own, known, system, scale = {}, {}, {}, [], {}
     for h, b in pairs:
         width = (b + 1) * LANES
-        scores = dot(query[0, block(b), head(s, h)], key[:width, head(s, h)], (1, 1), s.precise) * s.log2_scale
+        scores = jnp.concatenate([scores_below[h, c][block(b - c)] for c in range(b + 1)], axis=1)
         mask = visible(
             s,
             (LANES, width),
@@ -221,8 +226,8 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
         edge = jnp.where(causal(s, 0, s.strict), scores[:, block(b)], MASKED)
         scores = jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
         weights, rescale = _accumulate(maximum, total, h, block(b), scores)
-        weighted[h, block(b)] = weighted[h, block(b)] * widen(rescale, s.head_dim)
-        before[h, b] = weights[:, : b * LANES].astype(s.dtype)
+        known[h, b] = weighted[h, block(b)] * widen(rescale, s.head_dim)
+        before[h, b] = weights[:, : b * LANES]
         own[h, b] = weights[:, block(b)]
         norm = jnp.broadcast_to(jnp.sum(total[h, block(b)], axis=1, keepdims=True), (LANES, LANES))
         log_norm = maximum[h, block(b)] + jnp.log(norm) * LOG2_E
@@ -245,13 +250,14 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
     inverses = dict(zip(pairs, invert(system, s.precise)))
     for b in blocks:
         for h in range(s.heads):
-            known = weighted[h, block(b)]
-            if b:
-                known = known + dot(before[h, b], u_low[h, : b * LANES], precise=s.precise)
-            known_scale = widen(scale[h, b], s.head_dim)
-            target = rhs[0, block(b), head(s, h)].astype(jnp.float32) - known_scale * known
+            target = rhs[0, block(b), head(s, h)].astype(jnp.float32) - widen(scale[h, b], s.head_dim) * known[h, b]
             u = dot_float32(inverses[h, b], target, s.precise)
-            u_low[h, block(b)] = u.astype(s.dtype)
+            u_low[h, block(b)] = u.astype(s.dtype)  # read again below: the estimator does not take a cast and its use
+            if later := blocks[b + 1 :]:
+                below = jnp.concatenate([before[h, c][:, block(b)] for c in later], axis=0)
+                below = dot(below.astype(s.dtype), u_low[h, block(b)], precise=s.precise)
+                for c in later:
+                    known[h, c] = known[h, c] + below[block(c - b - 1)]
             if not residuals:
                 outputs[0][0, block(b), 0, h] = u
             else:
@@ -259,5 +265,5 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
                 outputs[2][0, block(b), h * LANES : (h + 1) * LANES] = inverses[h, b]
                 if s.strict:
                     weights, norm = own[h, b]
-                    known = known + dot(weights, u_low[h, block(b)], precise=s.precise)
-                    outputs[3][0, block(b), head(s, h)] = (widen(norm, s.head_dim) * known).astype(s.dtype)
+                    row_sum = known[h, b] + dot(weights, u_low[h, block(b)], precise=s.precise)
+                    outputs[3][0, block(b), head(s, h)] = (widen(norm, s.head_dim) * row_sum).astype(s.dtype)

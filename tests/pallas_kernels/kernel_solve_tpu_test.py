@@ -191,6 +191,15 @@ def test_bfloat16(error, dim, strict):
     compare(error, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_bfloat16_with_the_block_sizes_that_are_estimated(error, strict):
+    """Those of the table in experiments/README.md, over a whole tile, a remainder and both halves of a tile."""
+    sizes = BlockSizes.best("TPU v5", 4096, 8, 128, False)
+    arrays = inputs(1, 2048, 4, 128, strict=strict, dtype=jnp.bfloat16)
+    compare(error, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_keys_that_are_not_normalised_and_equal_keys(dtype):  # H03
     rng = np.random.default_rng(0)

@@ -65,14 +65,15 @@ class BlockSizes:
             columns = rows if precise or blocks == 1 else 2 * rows
         length = -(-length // rows) * rows
 
-        def most_heads(need, most):
+        def most_heads(need, most, share):
             fits = {
                 n: need(length, rows, columns, n, head_dim, precise)
                 for n in _allowed_heads(num_heads, head_dim)
                 if n <= most
             }
-            # Half of the memory for the kernel leaves XLA what it may want for the arrays around it.
-            few, enough = min(fits, default=None), [n for n, size in fits.items() if size <= memory // 2]
+            # The rest is what XLA may want for the arrays around it. With more than three eighths for the forward kernel,
+            # L=8192 with four heads did not compile for v5p.
+            few, enough = min(fits, default=None), [n for n, size in fits.items() if size <= share * memory // 8]
             if enough:
                 return max(enough)
             if few is not None and fits[few] <= 7 * memory // 8:
@@ -82,8 +83,8 @@ class BlockSizes:
                 f"does not fit in {memory // MIB} MiB"
             )
 
-        heads = most_heads(forward_bytes, 2 if precise else 4)
-        backward_heads = most_heads(backward_bytes, max(1, LANES // head_dim))
+        heads = most_heads(functools.partial(forward_bytes, residuals=False), 2 if precise else 4, 3)
+        backward_heads = most_heads(backward_bytes, max(1, LANES // head_dim), 4)
         return cls(rows, columns, heads, rows, columns, backward_heads)
 
 
@@ -220,6 +221,9 @@ def _by_head(config, u):
 
 def _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals):
     s = config.forward
+    if residuals and s.strict and s.heads == 4:
+        # With what DeltaFormer saves for the backward pass, four heads leave XLA too little of a v5p's vector memory.
+        s = dataclasses.replace(s, heads=2)
     ridge, beta = _diagonal(s, diagonal)
     segments = None
     if s.segments:

@@ -71,8 +71,8 @@ class BlockSizes:
                 for n in _allowed_heads(num_heads, head_dim)
                 if n <= most
             }
-            # The rest is what XLA may want for the arrays around it. With more than three eighths for the forward kernel,
-            # L=8192 with four heads did not compile for v5p.
+            # The rest is what XLA may want for the arrays around it: with more than three eighths for the forward
+            # kernel, four heads at L=8192 did not compile for v5p.
             few, enough = min(fits, default=None), [n for n, size in fits.items() if size <= share * memory // 8]
             if enough:
                 return max(enough)

@@ -91,22 +91,32 @@ class HeldoutBatches:
 class DocumentBatches:
     """Endless training batches from documents: shuffled anew each epoch, tokenized and packed on the fly.
 
-    The stream of rows depends on (documents, tokenizer, seed, seq_len) only. Every process reads the whole stream and
-    keeps its rows of each batch, so the global batches, and the position, are those of a single process; what that
-    costs is one tokenizer's work a process (about 2M tokens/s a core). The position is (document, token).
+    Consecutive rows are mostly parts of one long document, so windows of `shuffle_rows` rows are shuffled once more;
+    a window never reaches into the next epoch.
+
+    The rows depend on (documents, tokenizer, seed, seq_len, shuffle_rows) only. Every process reads the whole stream
+    and keeps its rows of each batch, so the global batches, and the position, are those of a single process; what that
+    costs is one tokenizer's work a process. The position is where the window begins (document, token), and how many
+    of its rows are used.
     """
 
-    def __init__(self, documents, tokenizer, *, seq_len, batch_size, seed, num_workers, process_index, process_count):
+    def __init__(self, documents, tokenizer, *, seq_len, batch_size, seed, num_workers, process_index, process_count,
+                 shuffle_rows):
         self._local = local_rows(batch_size, process_index, process_count)
         self._batch_size, self._seq_len, self._end_id = batch_size, seq_len, tokenizer.end_id
-        self._num_workers = num_workers
-        self._identity = {"kind": "documents", "documents": len(documents), "seed": seed}
+        self._num_workers, self._seed, self._shuffle_rows = num_workers, seed, shuffle_rows
+        self._num_documents = len(documents)
+        self._identity = {"kind": "documents", "documents": len(documents), "seed": seed, "seq_len": seq_len,
+                          "shuffle_rows": shuffle_rows}
         order = grain.MapDataset.source(documents).seed(seed).shuffle().repeat()
         self._encoded = order.map(_Encode(tokenizer))
-        self._seek(0, 0)
+        self._seek(0, 0, 0)
 
-    def _seek(self, document, token):
-        self._document, self._token = document, token  # where the next batch begins
+    def _seek(self, document, token, row):
+        self._start = document, token  # of the window
+        self._used = row  # rows of the window that were handed out
+        self._window = None
+        self._document, self._token = document, token  # of the next row that is read
         self._parts = collections.deque()  # tokens of document, document + 1, ...
         self._source = None
 
@@ -116,33 +126,54 @@ class DocumentBatches:
             self._source = _iterate(self._encoded[self._document :], self._num_workers)
         return np.frombuffer(next(self._source), np.int32)
 
+    def _read_row(self):
+        """The next seq_len + 1 tokens; the row after it begins with the last of them."""
+        row = np.empty(self._seq_len + 1, np.int32)
+        filled, offset, index = 0, self._token, 0
+        while filled < len(row):
+            if index == len(self._parts):
+                self._parts.append(self._read())
+            piece = self._parts[index][offset : offset + len(row) - filled]
+            row[filled : filled + len(piece)] = piece
+            filled, offset, index = filled + len(piece), 0, index + 1
+        self._token += self._seq_len
+        while self._token >= len(self._parts[0]):  # never empties: the stream goes on with the last token of `row`
+            self._token -= len(self._parts.popleft())
+            self._document += 1
+        return row
+
+    def _read_window(self):
+        self._start = self._document, self._token
+        epoch = self._document // self._num_documents
+        rows = []
+        while len(rows) < self._shuffle_rows and self._document // self._num_documents == epoch:
+            rows.append(self._read_row())
+        order = np.random.default_rng([self._seed, *self._start]).permutation(len(rows))
+        self._window = np.stack(rows)[order]
+
     def __iter__(self):
         return self
 
     def __next__(self):
-        size = self._batch_size * self._seq_len
-        flat = np.empty(size + 1, np.int32)
-        filled, offset, index = 0, self._token, 0
-        while filled < len(flat):
-            if index == len(self._parts):
-                self._parts.append(self._read())
-            piece = self._parts[index][offset : offset + len(flat) - filled]
-            flat[filled : filled + len(piece)] = piece
-            filled, offset, index = filled + len(piece), 0, index + 1
-        self._token += size
-        while self._token >= len(self._parts[0]):  # never empties: the stream goes on with the last token of `flat`
-            self._token -= len(self._parts.popleft())
-            self._document += 1
-        place = np.asarray(self._local)[:, None] * self._seq_len + np.arange(self._seq_len + 1)
-        return pack(flat[place], self._end_id)
+        rows = []
+        while len(rows) < self._batch_size:
+            if self._window is None:
+                self._read_window()
+            taken = self._window[self._used : self._used + self._batch_size - len(rows)]
+            rows.extend(taken)
+            self._used += len(taken)
+            if self._used == len(self._window):
+                self._window, self._used, self._start = None, 0, (self._document, self._token)
+        return pack(np.stack(rows)[self._local], self._end_id)
 
     def get_state(self):
-        return json.dumps(self._identity | {"document": self._document, "token": self._token}).encode()
+        document, token = self._start
+        return json.dumps(self._identity | {"document": document, "token": token, "row": self._used}).encode()
 
     def set_state(self, state):
         state = _check_state(state, self._identity)
         self.close()
-        self._seek(state["document"], state["token"])
+        self._seek(state["document"], state["token"], state["row"])
 
     def close(self):
         """Ends the worker processes and threads."""

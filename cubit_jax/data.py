@@ -15,6 +15,7 @@ from cubit_jax.tokenizer import check_vocabulary, load_tokenizer, train_tokenize
 
 _SOURCES = ("stdlib", "files", "tfds", "prepared")
 _TOKENIZER_TEXT = 100_000_000  # characters of documents that a tokenizer is trained on, at most
+_SHUFFLE_TOKENS = 1 << 19  # tokens in the window that is shuffled by rows: a hundred or more typical documents
 _ENCODE_TEXT = 1_000_000  # characters that are encoded together
 
 
@@ -146,7 +147,7 @@ def _sample(documents):
 
 
 def train_batches(documents, tokenizer, *, seq_len, batch_size, seed, num_workers=0, process_index=0, process_count=1,
-                  prefetch=2):
+                  shuffle_rows=None, prefetch=2):
     """Endless training batches of [batch_size / process_count, seq_len] rows: see `batches.pack` for what they hold.
 
     Reshuffled each epoch. Nothing of a document is cut off or repeated, and no row is padded (of prepared data only
@@ -159,6 +160,7 @@ def train_batches(documents, tokenizer, *, seq_len, batch_size, seed, num_worker
       batch_size: rows of all processes together.
       seed: of the order, 0 <= seed < 2^32.
       num_workers: grain worker processes that tokenize; 0 is two threads of this process.
+      shuffle_rows: rows in a window of documents' rows that are shuffled once more; None is _SHUFFLE_TOKENS of them.
       prefetch: batches that are read ahead.
 
     Returns:
@@ -168,7 +170,9 @@ def train_batches(documents, tokenizer, *, seq_len, batch_size, seed, num_worker
              "process_count": process_count}
     if isinstance(documents, np.ndarray):
         return Prefetch(PreparedBatches(documents, tokenizer.end_id, **where), prefetch)
-    return Prefetch(DocumentBatches(documents, tokenizer, num_workers=num_workers, **where), prefetch)
+    shuffle_rows = shuffle_rows or -(-_SHUFFLE_TOKENS // seq_len)
+    batches = DocumentBatches(documents, tokenizer, num_workers=num_workers, shuffle_rows=shuffle_rows, **where)
+    return Prefetch(batches, prefetch)
 
 
 def heldout_batches(documents, tokenizer, *, seq_len, batch_size, process_index=0, process_count=1):

@@ -36,8 +36,10 @@ LENGTHS = [*np.random.default_rng(0).integers(0, 40, 52), 300]
 DOCUMENTS = [" ".join([str(i)] * n) for i, n in enumerate(LENGTHS)]
 
 
-def _batches(documents=DOCUMENTS, seq_len=32, batch_size=4, seed=0, **options):
-    return train_batches(documents, TOKENIZER, seq_len=seq_len, batch_size=batch_size, seed=seed, **options)
+def _batches(documents=DOCUMENTS, seq_len=32, batch_size=4, seed=0, shuffle_rows=1, **options):
+    """Rows in the order of the stream, unless shuffle_rows says otherwise."""
+    return train_batches(documents, TOKENIZER, seq_len=seq_len, batch_size=batch_size, seed=seed,
+                         shuffle_rows=shuffle_rows, **options)
 
 
 def _take(batches, count):
@@ -141,8 +143,24 @@ GOLDEN_ORDER = [
 ]
 
 
-def test_position_is_exact_at_every_batch_and_over_epoch_ends():  # H16
-    straight = _batches()
+def test_windows_of_rows_are_shuffled_within_an_epoch():
+    def rows(shuffle_rows, count):
+        batches = _take(_batches(batch_size=1, shuffle_rows=shuffle_rows), count)
+        return [tuple(batch["targets"][0]) for batch in batches]
+
+    plain = rows(1, 90)
+    for window in (7, 1000):
+        shuffled = rows(window, 90)
+        # The first epoch's rows come before the second's, whatever the window.
+        first = (sum(LENGTHS) + len(LENGTHS) - 1) // 32 + 1
+        assert shuffled[:first] != plain[:first] and sorted(shuffled[:first]) == sorted(plain[:first])
+    assert sorted(rows(7, 7)) == sorted(plain[:7])
+    assert rows(None, 90) == rows(1000, 90)  # by default a window is far larger than this epoch
+
+
+@pytest.mark.parametrize("shuffle_rows", [1, 7])
+def test_position_is_exact_at_every_batch_and_over_epoch_ends(shuffle_rows):  # H16
+    straight = _batches(shuffle_rows=shuffle_rows)
     states, expected = [straight.get_state()], []
     for _ in range(50):
         expected.append(next(straight))
@@ -150,7 +168,7 @@ def test_position_is_exact_at_every_batch_and_over_epoch_ends():  # H16
     assert straight.epoch > 3
     for index, state in enumerate(states[:45]):
         assert len(state) < 200 and json.loads(state)
-        resumed = _batches()
+        resumed = _batches(shuffle_rows=shuffle_rows)
         resumed.set_state(state)
         assert resumed.get_state() == state
         for batch, after in list(zip(expected, states[1:]))[index : index + 6]:
@@ -160,7 +178,7 @@ def test_position_is_exact_at_every_batch_and_over_epoch_ends():  # H16
 
 
 def test_workers_change_nothing():  # H16; sources_test resumes with one worker
-    plain, workers = _batches(), _batches(num_workers=2)
+    plain, workers = _batches(shuffle_rows=9), _batches(shuffle_rows=9, num_workers=2)
     states = [plain.get_state()]
     for _ in range(40):
         _assert_equal(next(workers), next(plain))
@@ -176,14 +194,14 @@ def test_workers_change_nothing():  # H16; sources_test resumes with one worker
 
 
 def test_processes_share_out_the_rows_of_one_stream():
-    single = _batches(batch_size=8)
-    parts = [_batches(batch_size=8, process_index=i, process_count=4) for i in range(4)]
+    single = _batches(batch_size=8, shuffle_rows=20)
+    parts = [_batches(batch_size=8, shuffle_rows=20, process_index=i, process_count=4) for i in range(4)]
     for _ in range(12):
         rows = [next(part) for part in parts]
         assert rows[0]["tokens"].shape == (2, 32)
         _assert_equal({name: np.concatenate([row[name] for row in rows]) for name in rows[0]}, next(single))
         assert {part.get_state() for part in parts} == {single.get_state()}
-    resumed = _batches(batch_size=8, process_index=1, process_count=2)
+    resumed = _batches(batch_size=8, shuffle_rows=20, process_index=1, process_count=2)
     resumed.set_state(single.get_state())
     _assert_equal(next(resumed), {name: array[4:] for name, array in next(single).items()})
     with pytest.raises(UserError, match="batch size 10 is not a multiple of the number of processes, 4"):

@@ -20,12 +20,12 @@ def get_config(size="125m"):
     tiny = size == "tiny"
     config = ml_collections.ConfigDict()
     config.seed = 0
-    config.num_steps = 600 if tiny else 20_000
-    config.batch_size = 16 if tiny else 256  # rows a step, over all devices and hosts
+    config.num_steps = 450 if tiny else 20_000
+    config.batch_size = 8 if tiny else 256  # rows a step, over all devices and hosts
     config.accumulation_steps = 1  # micro-batches a step; batch_size must be a multiple
     config.seq_len = 256 if tiny else 2048
     config.log_every = 10 if tiny else 50
-    config.eval_every = 200 if tiny else 1000
+    config.eval_every = 225 if tiny else 1000
     config.checkpoint_every = 100 if tiny else 1000
     config.keep_checkpoints = 2
     config.diagnostics_every = 100 if tiny else 1000  # learned ridge, rescale, smallest diagonal, energies; 0 is never
@@ -33,7 +33,7 @@ def get_config(size="125m"):
     config.max_skipped_updates = 10  # non-finite losses or gradients in a row before the run stops
 
     config.model = model = ml_collections.ConfigDict()
-    model.vocab_size = 4096 if tiny else 32_768
+    model.vocab_size = 2048 if tiny else 32_768
     model.num_layers = num_layers
     model.model_dim = model_dim
     model.num_heads = num_heads
@@ -56,9 +56,9 @@ def get_config(size="125m"):
     model.options = ml_collections.ConfigDict()
 
     config.optimizer = optimizer = ml_collections.ConfigDict()
-    optimizer.learning_rate = 2e-3 if tiny else 6e-4
+    optimizer.learning_rate = 4e-3 if tiny else 6e-4
     optimizer.schedule = "cosine"  # cosine | wsd
-    optimizer.warmup_steps = 50 if tiny else 1000
+    optimizer.warmup_steps = 40 if tiny else 1000
     optimizer.decay_fraction = 0.2  # of num_steps, at the end; wsd only
     optimizer.end_fraction = 0.1  # last learning rate as a share of learning_rate
     optimizer.b1 = 0.9

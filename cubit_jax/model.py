@@ -73,6 +73,9 @@ class Head(nn.Module):
 class LanguageModel(nn.Module):
     """A causal language model; parameters: embed, layers (scanned) or layer_0.., final_norm, lm_head.
 
+    Parameters are plain arrays: how they lie on a mesh goes by their paths (cubit_jax/partitioning.py), so that
+    scanning and recomputation have no metadata to lose.
+
     Arrays: tokens int32 [B, L]; positions int32 [B, L], None counts from 0 (or from the cache's length); segment_ids
     int32 [B, L], 0 is padding, None is one segment a row.
     """

@@ -60,11 +60,11 @@ class Mixer(nn.Module):
                                 param_dtype=self.param_dtype, kernel_init=kernel_init, name=name)(x)
         return constrain(heads, "BLHK")
 
-    def project_to_heads(self, x, name, use_bias=False):
+    def project_to_heads(self, x, name, use_bias=False, init=kernel_init):
         """[B, L, D] -> [B, L, H], one number a head, at least float32 because the solve reads it."""
         dtype = at_least_float32(self.dtype)
         return nn.Dense(self.num_heads, use_bias=use_bias, dtype=dtype, param_dtype=self.param_dtype,
-                        kernel_init=kernel_init, name=name)(x)
+                        kernel_init=init, name=name)(x)
 
     def project_out(self, o, model_dim):
         """[B, L, H, K] -> [B, L, D]."""

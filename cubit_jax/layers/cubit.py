@@ -105,7 +105,7 @@ class CubitMixer(Mixer):
         return y if cache is None else (y, new_cache)
 
     def _aggregate(self, q, k, r, rhs, gamma, ridge, segment_ids, layout=None):
-        """o, u of one device's share. Both ops in one call: u need not leave the layout of rows they use, nor rn enter."""
+        """o, u of one device's share. Both ops in one call: u need not leave the layout of rows, nor rn enter it."""
         options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
                    "layout": layout}
         r = k if r is None else r

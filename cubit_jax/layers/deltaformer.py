@@ -36,7 +36,9 @@ class DeltaFormerMixer(Mixer):
         k = self.rotate(self.project(x, "k_proj"), positions)
         v = self.project(x, "v_proj")
         w = k if self.projection == "shared" else self.rotate(self.project(x, "w_proj"), positions)
-        beta = self.project_to_heads(x, "beta_proj", use_bias=True)
+        # Beyond -1..1 beta lets u grow along the row: it starts mostly inside.
+        init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        beta = self.project_to_heads(x, "beta_proj", use_bias=True, init=init)
         rhs = v.astype(at_least_float32(v.dtype))
 
         if cache is None or prefill:

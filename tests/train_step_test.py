@@ -13,13 +13,7 @@ from ml_collections import config_dict
 from cubit_jax import partitioning, train_step
 from cubit_jax.model import LanguageModel, ModelConfig
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiling is most of the time here; results do not depend on it."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.xdist_group("train_step")  # they share compiled steps
 
 
 def make_batch(config, real=None, seed=0):
@@ -35,24 +29,31 @@ def make_batch(config, real=None, seed=0):
 
 @functools.lru_cache(maxsize=2)
 def compiled(config_json, sizes=()):
-    """The compiled step, a function that makes its initial state, the mesh and the sharding of a batch."""
+    """The compiled step, the shardings of its state, the mesh and the sharding of a batch."""
     config = config_dict.ConfigDict(json.loads(config_json))
     model = LanguageModel(ModelConfig.from_config(config))
     sizes = {**dict.fromkeys(partitioning.AXES, 1), **dict(sizes)}
     mesh = partitioning.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
-        _, shardings = train_step.state_shapes(model, config, mesh)
-        state = train_step.make_state(model, config, shardings)
+        shapes, shardings = train_step.state_shapes(model, config, mesh)
         rows = partitioning.batch_sharding(mesh)
-        step = train_step.compile_train_step(model, config, state, shardings, rows)
-    start = jax.device_get(state)  # the state itself is donated to the first step
-    return step, lambda: jax.device_put(start, shardings), mesh, rows
+        return train_step.compile_train_step(model, config, shapes, shardings, rows), shardings, mesh, rows
+
+
+@functools.lru_cache(maxsize=2)
+def initial(config_json):
+    """The state before the first step, on the host; how it is split over devices and micro-batches does not matter."""
+    config = config_dict.ConfigDict(json.loads(config_json))
+    model = LanguageModel(ModelConfig.from_config(config))
+    return jax.device_get(jax.jit(lambda: train_step.init_state(model, config))())
 
 
 def run(config, batches, **sizes):
     """The state after these batches and the metrics of every step, on one device or a mesh of these sizes."""
-    step, initial, mesh, rows = compiled(config.to_json(), tuple(sizes.items()))
-    state, history = initial(), []
+    step, shardings, mesh, rows = compiled(config.to_json(), tuple(sizes.items()))
+    start = config.copy_and_resolve_references()
+    start.accumulation_steps = 1
+    state, history = jax.device_put(initial(start.to_json()), shardings), []
     with jax.set_mesh(mesh):
         for batch in batches:
             state, metrics = step(state, jax.device_put(batch, rows))

@@ -19,6 +19,7 @@ from cubit_jax.cli import UserError
 from cubit_jax.train_step import state_shapes
 from cubit_jax.workdir import read_config
 
+pytestmark = pytest.mark.xdist_group("train")  # they share a run and compiled programs
 ROOT = pathlib.Path(__file__).parents[1]
 FIELDS = {"model.vocab_size": 300, "model.num_layers": 2, "model.model_dim": 16, "model.num_heads": 2,
           "model.head_dim": 8, "model.mlp_dim": 32, "model.dropout": 0.1, "seq_len": 32, "batch_size": 8,

@@ -36,9 +36,11 @@ def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementat
 
 
 def check(q, k, v, segment_ids, window):
-    """Raises ValueError for malformed arguments that attention and kernel_solve share; returns the window as an int."""
+    """Raises ValueError for malformed arguments that attention and kernel_solve share. Returns the window, or None."""
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f"{k.shape=} must equal {q.shape=}, both [B, L, H, K]")
+    if 0 in q.shape:
+        raise ValueError(f"{q.shape=} must have no dimension of size 0")
     if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(f"{v.shape=} must be [B, L, H, V] beside {q.shape=}")
     for array in (q, k, v):
@@ -52,7 +54,7 @@ def check(q, k, v, segment_ids, window):
         return None
     if isinstance(window, bool) or int(window) != window or window < 1:
         raise ValueError(f"{window=} must be a positive integer")
-    return int(window)
+    return int(window) if window < q.shape[1] else None
 
 
 def dense_weights(q, k, *, segment_ids, window, scale, strict=False):

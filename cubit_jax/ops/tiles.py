@@ -15,8 +15,6 @@ from cubit_jax.ops import dispatch, masks
 # Largest C that is chosen, by backend: smaller tiles waste less of the diagonal, larger ones keep more cores busy.
 MAX_BLOCK = {"cpu": 128}
 OTHER_MAX_BLOCK = 256
-# Largest block whose inverse is formed in the solve of a diagonal tile.
-MAX_INVERSE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +80,8 @@ def compute_dtype(*arrays):
 
 
 def precision(*arrays):
-    """Of a product: full for operands of 32 or more bits, else the device's fastest, which 16-bit ones fit."""
-    return lax.Precision.HIGHEST if any(x.dtype.itemsize > 2 for x in arrays) else lax.Precision.DEFAULT
+    """Of a product: the device's fastest, in which bfloat16 operands keep all their digits, or else full."""
+    return lax.Precision.DEFAULT if all(x.dtype == jnp.bfloat16 for x in arrays) else lax.Precision.HIGHEST
 
 
 def take(x, i):
@@ -197,57 +195,40 @@ def backward_row(tiling, scale, i, q_i, k, v, lse_i, segments, dk, dv, cotangent
 def solve_triangular(system, rhs, transpose=False):
     """Solution of system x = rhs, or of its transpose, for lower-triangular system [..., C, C] and rhs [..., C, V].
 
-    A row whose diagonal entry is 0 (nothing visible and no ridge) has the solution 0.
+    By blocks of at most 16 rows (for C up to 16 times a power of two): substitution inverts those on the diagonal, the
+    rest is matrix products. An inverse by repeated squaring would overflow: powers of near-uniform weights grow like
+    binomial coefficients. A row whose diagonal entry is 0 (nothing visible and no ridge) has the solution 0.
     """
-    inverse = _inverse_of_diagonal(system)
-    count, base = inverse.shape[-3:-1]
-    spec = "...ji,...jk->...ik" if transpose else "...ij,...jk->...ik"
-
-    def sub_block(t, x):
-        s = count - 1 - t if transpose else t
-        rows = lax.dynamic_slice_in_dim(system, s * base, base, -1 if transpose else -2)
-        target = lax.dynamic_slice_in_dim(rhs, s * base, base, -2) - dot(spec, rows, x)  # x is 0 where not yet solved
-        solved = dot(spec, lax.dynamic_index_in_dim(inverse, s, -3, keepdims=False), target)
-        return lax.dynamic_update_slice_in_dim(x, solved, s * base, -2)
-
-    if count == 1:
-        return dot(spec, inverse[..., 0, :, :], rhs)
-    return lax.fori_loop(0, count, sub_block, jnp.zeros_like(rhs))
-
-
-def _inverse_of_diagonal(system):
-    """Inverses of the diagonal sub-blocks of [..., C, C], as large as MAX_INVERSE allows: [..., C / b, b, b].
-
-    Substitution in blocks of at most 16 rows (for C up to 16 times a power of two), which are then merged in pairs.
-    Repeated squaring would overflow: powers of near-uniform weights grow like binomial coefficients.
-    """
-    base = system.shape[-1]
+    size = system.shape[-1]
+    base = size
     while base > 16 and base % 2 == 0:
         base //= 2
-    diagonal = _diagonal_blocks(system, base)
-    pivot = jnp.diagonal(diagonal, axis1=-2, axis2=-1)
+    inverse = _inverse_of_diagonal_blocks(system, base)
+    spec = "...ji,...jk->...ik" if transpose else "...ij,...jk->...ik"
+
+    def block(t, x):
+        s = (size // base - 1 - t if transpose else t) * base
+        rows = lax.dynamic_slice_in_dim(system, s, base, -1 if transpose else -2)
+        target = lax.dynamic_slice_in_dim(rhs, s, base, -2) - dot(spec, rows, x)  # x is 0 where it is not yet known
+        solved = dot(spec, lax.dynamic_index_in_dim(inverse, s // base, -3, keepdims=False), target)
+        return lax.dynamic_update_slice_in_dim(x, solved, s, -2)
+
+    return lax.fori_loop(0, size // base, block, jnp.zeros_like(rhs))
+
+
+def _inverse_of_diagonal_blocks(system, base):
+    """[..., C, C] -> [..., C / base, base, base], all blocks at once."""
+    count = system.shape[-1] // base
+    blocks = system.reshape(*system.shape[:-2], count, base, count, base)
+    on_diagonal = jnp.eye(count, dtype=bool)[:, None, :, None]
+    blocks = jnp.sum(jnp.where(on_diagonal, blocks, 0), axis=-2)
+    pivot = jnp.diagonal(blocks, axis1=-2, axis2=-1)
     reciprocal = jnp.where(pivot == 0, 0, 1 / jnp.where(pivot == 0, 1, pivot))
     index = jnp.arange(base)[:, None]
 
     def substitute(k, inverse):
         row = lax.dynamic_slice_in_dim(inverse, k, 1, -2) * lax.dynamic_slice_in_dim(reciprocal, k, 1, -1)[..., None]
-        column = lax.dynamic_slice_in_dim(diagonal, k, 1, -1)
+        column = lax.dynamic_slice_in_dim(blocks, k, 1, -1)
         return jnp.where(index == k, row, inverse - jnp.where(index > k, column, 0) * row)
 
-    inverse = lax.fori_loop(0, base, substitute, jnp.zeros_like(diagonal) + jnp.eye(base, dtype=system.dtype))
-    while 2 * base <= min(MAX_INVERSE, system.shape[-1]):
-        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
-        off = _diagonal_blocks(system, 2 * base)[..., base:, :base]
-        corner = -dot("...ij,...jk->...ik", second, dot("...ij,...jk->...ik", off, first))
-        inverse = jnp.concatenate([jnp.concatenate([first, jnp.zeros_like(first)], -1),
-                                   jnp.concatenate([corner, second], -1)], -2)
-        base *= 2
-    return inverse
-
-
-def _diagonal_blocks(system, base):
-    """[..., C, C] -> [..., C / base, base, base]."""
-    count = system.shape[-1] // base
-    blocks = system.reshape(*system.shape[:-2], count, base, count, base)
-    on_diagonal = jnp.eye(count, dtype=bool)[:, None, :, None]
-    return jnp.sum(jnp.where(on_diagonal, blocks, 0), axis=-2)
+    return lax.fori_loop(0, base, substitute, jnp.zeros_like(blocks) + jnp.eye(base, dtype=system.dtype))

@@ -164,7 +164,8 @@ def _make_evaluate(run):
     def batches():
         process_index, process_count = partitioning.process_share(run.mesh)
         return data.heldout_batches(
-            run.corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=run.config.batch_size,
+            run.corpus.heldout, run.tokenizer, seq_len=run.config.seq_len,
+            batch_size=run.config.batch_size // run.config.accumulation_steps,  # what a training step fits in memory
             process_index=process_index, process_count=process_count)
 
     def evaluate_params(params):

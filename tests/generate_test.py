@@ -10,6 +10,7 @@ from cubit_jax.layers import MIXERS
 from cubit_jax.model import LanguageModel, ModelConfig
 
 LENGTHS, NEW, VOCAB = [1, 5, 12], 9, 41
+pytestmark = pytest.mark.xdist_group("generate")  # they share a model and compiled loops
 
 
 @pytest.fixture(scope="module")

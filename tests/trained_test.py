@@ -21,6 +21,7 @@ from cubit_jax.trained import load_trained
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = {"vocab_size": 300, "num_layers": 1, "model_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
+pytestmark = pytest.mark.xdist_group("trained")  # they share a run
 
 
 def write_run(folder, config, step=3):

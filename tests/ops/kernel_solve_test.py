@@ -9,6 +9,7 @@ import pytest
 import scipy.linalg
 
 from cubit_jax import ops
+from cubit_jax.ops import dispatch
 
 NAMES = {"ridge": ("query", "key", "rhs", "ridge"), "beta": ("query", "key", "rhs", "beta")}
 FORMS = sorted(NAMES)
@@ -172,6 +173,18 @@ def test_options_together(form, segmented, window, error):  # H05
     actual = run(arrays, cotangent, "xla", block_size=16, **options)
     assert_close(actual, expected, error)
     assert all(np.abs(x).max() > 1e-3 for x in actual.values())  # H04: no gradient is cut
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize("form", FORMS)
+def test_device_kernels_through_the_same_entry(form, platform, error):
+    """Interpreted. What each kernel can do is tested beside it; this holds them to the one definition of all options."""
+    arrays, cotangent = problem(form, 40, batch=2, seed=5)
+    options = {"segment_ids": np.array([[1] * 25 + [2] + [4] * 14, [7] * 31 + [0] * 9]), "window": 20, "scale": 0.3}
+    cotangent = np.where(options["segment_ids"][..., None, None] == 0, 0, cotangent)
+    with dispatch.interpret(platform):
+        actual = run(arrays, cotangent, "pallas", compiled=_run, **options)
+    assert_close(actual, exact(arrays, cotangent, **options), error)
 
 
 @pytest.mark.parametrize("scale", [1.0, 8**-0.5])

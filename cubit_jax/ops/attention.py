@@ -28,14 +28,14 @@ def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementat
     Raises:
       ValueError: malformed input. NotImplementedError: input the named implementation cannot do.
     """
-    window = check(q, k, v, segment_ids, window)
+    window = check(q, k, v, segment_ids, window, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.attention, layout)
     return dispatch.run("attention", implementations, implementation, q, k, v,
                         segment_ids=segment_ids, window=window, scale=scale)
 
 
-def check(q, k, v, segment_ids, window):
+def check(q, k, v, segment_ids, window, layout=None):
     """Raises ValueError for malformed arguments that attention and kernel_solve share. Returns the window, or None."""
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f"{k.shape=} must equal {q.shape=}, both [B, L, H, K]")
@@ -54,7 +54,7 @@ def check(q, k, v, segment_ids, window):
         return None
     if isinstance(window, bool) or int(window) != window or window < 1:
         raise ValueError(f"{window=} must be a positive integer")
-    return int(window) if window < q.shape[1] else None
+    return int(window) if window < (q.shape[1] if layout is None else layout.length) else None
 
 
 def dense_weights(q, k, *, segment_ids, window, scale, strict=False):

@@ -34,7 +34,7 @@ def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, wi
     Raises:
       ValueError: malformed input. NotImplementedError: input the named implementation cannot do.
     """
-    window = check(query, key, rhs, segment_ids, window)
+    window = check(query, key, rhs, segment_ids, window, layout)
     batch, length, num_heads, _ = query.shape
     if (ridge is None) == (beta is None):
         raise ValueError(f"exactly one of ridge and beta must be given, got {ridge=} and {beta=}")
@@ -84,7 +84,7 @@ def system_diagonal(query, key, ridge, *, segment_ids=None, window=None, scale=1
     Returns:
       [B, L, H], float32 (float64 for float64 inputs).
     """
-    window = check(query, key, key, segment_ids, window)
+    window = check(query, key, key, segment_ids, window, layout)
     query, key, ridge = jax.lax.stop_gradient((query, key, ridge))
     if layout is None:
         lse = _log_sum_exp(query, key, segment_ids=segment_ids, window=window, scale=float(scale))

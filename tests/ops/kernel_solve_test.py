@@ -178,7 +178,7 @@ def test_options_together(form, segmented, window, error):  # H05
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize("form", FORMS)
 def test_device_kernels_through_the_same_entry(form, platform, error):
-    """Interpreted. What each kernel can do is tested beside it; this holds them to the one definition of all options."""
+    """Interpreted. What each kernel can do is tested beside it; this holds them to one definition of the options."""
     arrays, cotangent = problem(form, 40, batch=2, seed=5)
     options = {"segment_ids": np.array([[1] * 25 + [2] + [4] * 14, [7] * 31 + [0] * 9]), "window": 20, "scale": 0.3}
     cotangent = np.where(options["segment_ids"][..., None, None] == 0, 0, cotangent)
@@ -288,17 +288,6 @@ def test_scanned_and_rematerialised_16_bit_layers(form, error):  # H08
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16", "float32"), ("float16", "float32", "bfloat16")])
-def test_cotangents_have_the_dtype_of_their_inputs(dtypes, implementation):  # H08
-    query, key, rhs = (jnp.ones((1, 5, 2, 8), dtype) for dtype in dtypes)
-    for form in ({"ridge": jnp.ones(2, dtypes[0])}, {"beta": jnp.ones((1, 5, 2), dtypes[0])}):
-        arrays = {"query": query, "key": key, "rhs": rhs, **form}
-        gradients = jax.eval_shape(
-            jax.grad(lambda a: jnp.sum(ops.kernel_solve(**a, implementation=implementation))), arrays)
-        assert {n: x.dtype for n, x in gradients.items()} == {n: x.dtype for n, x in arrays.items()}
-
-
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("form", FORMS)
 def test_documents_do_not_meet(form, implementation, error):  # H10
     arrays, cotangent = problem(form, 50, seed=3)
@@ -388,40 +377,3 @@ def test_values_may_be_wider_than_keys(error):
     narrow = exact(arrays, arrays["rhs"])["u"]
     u = jax.jit(ops.kernel_solve)(**{name: jnp.float32(x) for name, x in {**arrays, "rhs": wide}.items()})
     assert error(u, np.concatenate([narrow, 2 * narrow], axis=-1)) < 1e-5
-
-
-def test_diagonal_of_the_system(error):
-    arrays, _ = problem("ridge", 50, batch=2)
-    ids = np.array([[1] * 20 + [2] * 30, [1] * 45 + [0] * 5])
-    scores = 0.5 * np.einsum("bihk,bjhk->bhij", arrays["query"], arrays["key"])
-    i, j = np.indices((50, 50))
-    mask = ((j <= i) & (i - j < 25) & (ids[:, :, None] == ids[:, None]) & (ids[:, None] != 0))[:, None]
-    weights = np.where(mask, np.exp(scores), 0)
-    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    expected = np.einsum("bhii->bih", weights) + arrays["ridge"]
-    query, key, ridge = (jnp.float32(arrays[n]) for n in ("query", "key", "ridge"))
-    diagonal = jax.jit(functools.partial(ops.system_diagonal, window=25, scale=0.5))
-    assert error(diagonal(query, key, ridge, segment_ids=jnp.asarray(ids)), expected) < 1e-5
-    gradient = jax.grad(lambda q: jnp.sum(ops.system_diagonal(q, key, ridge)))(query)
-    assert not np.any(gradient)
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    ({"ridge": None}, "exactly one of ridge and beta"),
-    ({"beta": jnp.ones((2, 5, 3))}, "exactly one of ridge and beta"),
-    ({"ridge": jnp.ones(4)}, r"num_heads=3"),
-    ({"ridge": None, "beta": jnp.ones((2, 5, 4))}, r"beta.shape=.* must be"),
-    ({"key": jnp.ones((2, 5, 3, 9))}, r"must equal"),
-    ({"rhs": jnp.ones((2, 6, 3, 8))}, r"must be \[B, L, H, V\]"),
-    ({"rhs": jnp.ones((2, 5, 3, 8), jnp.int32)}, "must be floating"),
-    ({"segment_ids": jnp.ones((2, 6), jnp.int32)}, r"segment_ids.shape=.* must be"),
-    ({"segment_ids": jnp.ones((2, 5))}, "must be an integer type"),
-    ({"query": jnp.ones((2, 0, 3, 8)), "key": jnp.ones((2, 0, 3, 8))}, "must have no dimension of size 0"),
-    ({"window": 0}, "window=0 must be"),
-    ({"window": 2.5}, "window=2.5 must be"),
-    ({"block_size": 0}, "block_size=0 must be"),
-])
-def test_malformed_input_is_an_error(change, message):
-    x = jnp.ones((2, 5, 3, 8))
-    with pytest.raises(ValueError, match=message):
-        ops.kernel_solve(**{"query": x, "key": x, "rhs": x, "ridge": jnp.ones(3), **change})

@@ -198,6 +198,8 @@ def _sizes(block_size, length, num_heads, head_dim, precise):
             if heads not in allowed:
                 raise ValueError(f"{heads=} of the block sizes must be one of {allowed}")
         return block_size, dims[0]
+    if block_size is not None and (block_size < LANES or block_size % LANES):
+        raise NotImplementedError(f"the TPU kernel takes a {block_size=} that is a multiple of {LANES}")
     device_kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
     try:
         return BlockSizes.best(device_kind, length, num_heads, dims[0], precise, block_size), dims[0]

@@ -304,6 +304,8 @@ def test_what_it_cannot_do_is_named():
         jax.eval_shape(functools.partial(kernel_solve, ridge=ridge), long, long, long)
     with pytest.raises(ValueError, match="multiple of 128"):
         BlockSizes(96, 96, 1, 128, 128, 1)
+    with pytest.raises(NotImplementedError, match="block_size=96"):  # so that implementation=None goes on to xla
+        kernel_solve(query, key, rhs, ridge=ridge, block_size=96)
 
 
 @pytest.mark.parametrize("kind", ["TPU v5", "TPU v6 lite", "TPU of a later year"])

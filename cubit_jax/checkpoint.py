@@ -107,10 +107,9 @@ class Checkpoints:
         """
         step = self.latest_step
         params, training = _split(state)
-        saved = self._manager.item_metadata(step)
         where = f"checkpoint {self._folder / str(step)}"
-        _check_same(where, saved.params, params)
-        _check_same(where, saved.training, training)
+        _check_same(where, _metadata(self._manager, step, where, "params"), params)
+        _check_same(where, _metadata(self._manager, step, where, "training"), training)
         restored = _restore(self._manager, step, where, params=ocp.args.StandardRestore(_abstract(params)),
                             training=ocp.args.StandardRestore(_abstract(training)), data=ocp.args.JsonRestore())
         return {"params": restored.params, **restored.training}, json.dumps(restored.data).encode()
@@ -149,7 +148,7 @@ def load_params(workdir, model, shardings=None):
         raise UserError(f"no checkpoint in {workdir}: {folder} is empty")
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     where = f"checkpoint {folder / str(step)}"
-    _check_same(where, manager.item_metadata(step).params, shapes)
+    _check_same(where, _metadata(manager, step, where, "params"), shapes)
     if shardings is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: device, shapes)
@@ -185,8 +184,22 @@ def _check_same(where, saved, expected):
 def _restore(manager, step, where, **items):
     try:
         return manager.restore(step, args=ocp.args.Composite(**items))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read {where}: {_reason(error)}") from error
+    except Exception as error:  # a damaged file shows as anything from JSONDecodeError to TensorStore's own errors
+        raise _damaged(where, error) from error
+
+
+def _metadata(manager, step, where, item):
+    """Shapes and dtypes of a saved item."""
+    try:
+        if (found := manager.item_metadata(step)[item]) is not None:
+            return found
+    except Exception as error:
+        raise _damaged(where, error) from error
+    raise _damaged(where, f"{item}/_METADATA is missing")
+
+
+def _damaged(where, error):
+    return UserError(f"cannot read {where}: {_reason(error)}; remove that folder to go on from the one before it")
 
 
 def _leaves(tree):

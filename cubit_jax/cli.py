@@ -30,7 +30,7 @@ def run(main, required=()):
     def guarded(_):
         try:
             sys.exit(main())
-        except UserError as error:
+        except (UserError, NotImplementedError) as error:  # the latter: what an implementation named cannot do, and why
             fail(error)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
@@ -77,8 +77,10 @@ def _parse(argv, required):
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}: flags start with --; see --help")
     for name in required:
-        if flags.FLAGS[name].value is None:
-            raise UserError(f"--{name} is missing: give --{name}=...; see --help")
+        if not flags.FLAGS[name].value:
+            raise UserError(f"--{name} is missing or empty: give --{name}=...; see --help")
+    if "workdir" in flags.FLAGS and flags.FLAGS.workdir:
+        flags.FLAGS.workdir = os.path.expanduser(flags.FLAGS.workdir)
     return rest
 
 

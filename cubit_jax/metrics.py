@@ -4,13 +4,17 @@ Keys: step, train/loss, eval/loss, eval/bits_per_byte, learning_rate, gradient_n
 model_flop_utilization (devices of known peak only), skipped_updates, diagnostics/... (a number a layer).
 """
 
+import contextlib
 import errno
 import json
 import math
 import os
 import pathlib
+import time
 
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
 from cubit_jax.cli import UserError
 
@@ -53,29 +57,55 @@ class JsonLines:
         self._file.close()
 
     def _drop_after(self, step):
-        lines = self._path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
         if kept != lines:
             temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("".join(kept))
+            temporary.write_bytes(b"".join(kept))
             os.replace(temporary, self._path)
 
     def _failed(self, error):
         return UserError(f"cannot write {self._path}: {error.strerror or error}")
 
 
+def _step_of(line):
+    """The step of a line of metrics.jsonl; infinity where it is not one, as a power failure can leave it."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
 class TensorBoard:
-    """Scalars for TensorBoard; what an earlier process wrote beyond the step it goes on from is hidden."""
+    """Scalars for TensorBoard; what an earlier process wrote beyond the step it goes on from is hidden.
+
+    tensorboardX's synchronous writer: the thread of its SummaryWriter dies on a full disk, and closing waits for it.
+    """
 
     def __init__(self, folder, resume_step):
-        self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=resume_step + 1, flush_secs=20)
+        self._folder = folder
+        with self._named_errors():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._events = EventsWriter(str(folder / "events"))
+            self._events.write_event(Event(wall_time=time.time(), step=resume_step + 1,
+                                           session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step, values):
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        with self._named_errors():
+            for name, value in values.items():
+                self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._events.flush()
 
     def close(self):
-        self._writer.close()
+        with self._named_errors():
+            self._events.close()
+
+    @contextlib.contextmanager
+    def _named_errors(self):
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"cannot write {self._folder}: {error.strerror or error}") from error
 
 
 class Writers:

@@ -13,8 +13,8 @@ def check(config):
     if optimizer.schedule not in SCHEDULES:
         raise ValueError(f"optimizer.schedule={optimizer.schedule!r} must be one of {', '.join(SCHEDULES)}")
     for name in ("learning_rate", "eps", "clip_norm"):
-        if not optimizer[name] > 0:
-            raise ValueError(f"optimizer.{name}={optimizer[name]} must be above 0")
+        if not 0 < optimizer[name] < float("inf"):
+            raise ValueError(f"optimizer.{name}={optimizer[name]} must be above 0 and finite")
     for name in ("warmup_steps", "weight_decay"):
         if not optimizer[name] >= 0:
             raise ValueError(f"optimizer.{name}={optimizer[name]} must be at least 0")

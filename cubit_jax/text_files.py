@@ -89,7 +89,7 @@ def _json_lines(file, path, field, digest):
 def _json_text(line, place, field):
     try:
         record = json.loads(decode(line, place))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object, found {type(record).__name__}")

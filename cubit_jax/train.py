@@ -98,6 +98,8 @@ def open_run(config, folder):
         for name in _AT_LEAST_1:
             if config[name] < 1:
                 raise UserError(f"{name}={config[name]} must be at least 1")
+        if not 0 <= config.seed < 2**32:
+            raise UserError(f"seed={config.seed} must be at least 0 and below 2**32")
         for name in ("eval_every", "diagnostics_every"):
             if config[name] < 0:
                 raise UserError(f"{name}={config[name]} must be at least 1, or 0 for never")

@@ -76,14 +76,15 @@ class Loop:
                 save = save or self._due("checkpoint_every", step)
                 if evaluate or save:
                     numbers, pending = self._read(*pending), None
-                    # Not while updates are being left out: the checkpoints before the trouble are the ones to keep.
-                    if save and not self._skipped_in_a_row:
-                        self.checkpoints.save(step, state, self.data_state())
-                        save = False
                     if evaluate:
                         with self._clock.paused():
                             evaluation = self.evaluate(state["params"])
                     self._write(step, numbers | (evaluation if evaluate else {}), always=evaluate or diagnose)
+                    # After the numbers are written: a run that goes on from this step does not write them again.
+                    # Not while updates are being left out: the checkpoints before the trouble are the ones to keep.
+                    if save and not self._skipped_in_a_row:
+                        self.checkpoints.save(step, state, self.data_state())
+                        save = False
                 self.checkpoints.check()
             if pending is not None:
                 self._record(*pending)

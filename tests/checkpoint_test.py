@@ -166,6 +166,27 @@ def test_missing_checkpoints_are_one_line(config, tmp_path):
         Checkpoints(tmp_path / "file")
 
 
+@pytest.mark.parametrize("damage", ["empty", "truncated metadata", "no arrays", "no metadata"])
+def test_damaged_checkpoint_is_one_line(config, tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path)
+    state = make_state(config, 1)
+    checkpoints.save(1, state, b"{}")
+    checkpoints.close()
+    folder = tmp_path / "checkpoints/1"
+    if damage == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif damage == "truncated metadata":
+        (folder / "params/_METADATA").write_text('{"tree')
+    elif damage == "no arrays":
+        shutil.rmtree(folder / "params/d")
+    else:
+        (folder / "params/_METADATA").unlink()
+    for read in (lambda: Checkpoints(tmp_path).restore(state), lambda: load_params(tmp_path, make_model(config))):
+        with pytest.raises(UserError, match=r"cannot read checkpoint .*remove that folder"):
+            read()
+
+
 def test_part_of_a_checkpoint_that_a_killed_process_left_is_not_taken(config, tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, make_state(config, 1), b"{}")

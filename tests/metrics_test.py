@@ -29,7 +29,7 @@ def test_lines_beyond_the_restored_step_and_half_lines_go(tmp_path):
         writers.write(step, {"train/loss": 10.0 + step})
     writers.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "train/lo')  # killed while writing
+        file.write('\0\0\0\n{"step": 6, "train/lo')  # killed while writing, after a power failure
     writers = metrics.open_writers(tmp_path, 3)
     for step in range(4, 7):
         writers.write(step, {"train/loss": 20.0 + step})
@@ -52,6 +52,30 @@ def test_full_disk_is_one_line(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left on device"):
             writer.write(1, {"train/loss": 1.0})
         writer.close()
+
+
+def test_full_disk_is_one_line_for_tensorboard_too(tmp_path):
+    writer = metrics.TensorBoard(tmp_path / "tensorboard", 0)
+    with open("/dev/full", "wb", buffering=0) as full:
+        writer._events._py_recordio_writer._writer = full
+        with pytest.raises(UserError, match=r"cannot write .*tensorboard: No space left on device"):
+            writer.write(1, {"train/loss": 1.0})
+
+
+def test_tensorboard_hides_what_is_beyond_the_restored_step(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    writer = metrics.TensorBoard(tmp_path, 3)
+    writer.write(4, {"train/loss": 2.5})
+    writer.close()
+    (path,) = tmp_path.glob("events.out.*")
+    data, events = path.read_bytes(), []
+    while data:  # records: length in 8 bytes, its checksum in 4, the event, its checksum in 4
+        size = int.from_bytes(data[:8], "little")
+        events.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    assert [(e.step, e.session_log.status == SessionLog.START) for e in events] == [(0, False), (4, True), (4, False)]
+    assert events[2].summary.value[0].tag == "train/loss" and events[2].summary.value[0].simple_value == 2.5
 
 
 def test_flops_of_a_token_by_hand():

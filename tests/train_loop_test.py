@@ -96,6 +96,20 @@ def test_metrics_stand_at_their_steps(config, tmp_path):
     assert {step for step, record in written.items() if "diagnostics/layer_1/mixer/ridge_min" in record} == {6, 12, 18}
 
 
+def test_killed_while_it_evaluates_no_checkpoint_is_ahead_of_the_metrics(config, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def evaluate(params):
+        raise Killed
+
+    config.checkpoint_every = config.eval_every = 4
+    loop = make_loop(config, tmp_path, evaluate=evaluate)
+    with pytest.raises(Killed):
+        loop.run(initial())
+    assert loop.checkpoints.latest_step is None  # else a run that goes on from step 4 would not write its line
+
+
 def test_data_that_end_early_end_the_run_with_what_there_is(config, tmp_path):  # H22
     state, _, _ = make_loop(config, tmp_path, batches=Batches(count=13)).run(initial())
     assert int(state["step"]) == 13
@@ -143,7 +157,7 @@ def test_folder_lost_while_training_ends_the_run_at_the_next_save(config, tmp_pa
     loop.evaluate = lose
     with pytest.raises(SaveError, match="cannot write a checkpoint"):
         loop.run(initial())
-    assert max(lines(tmp_path)) < 10
+    assert max(lines(tmp_path)) == 10  # the step whose save failed
 
 
 def test_diagnostics_of_a_pattern_of_mixers_are_named_by_layer():

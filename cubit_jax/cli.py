@@ -1,5 +1,6 @@
 """What the command-line programs share: one-line errors and flag parsing."""
 
+import logging as std_logging
 import os
 import re
 import sys
@@ -38,6 +39,7 @@ def run(main, required=()):
 
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_the_user)
+    logging.get_absl_handler().setFormatter(std_logging.Formatter("%(message)s"))
     app.run(guarded, flags_parser=parse)
 
 

@@ -136,6 +136,7 @@ def _fit(run, state, shardings, data_state, checkpoints, stop):
     """Trains to the end or until asked to stop: (state, last evaluation or None, Clock)."""
     config = run.config
     start = time.monotonic()
+    _say("compiling   the training step")
     step_fn = train_step.compile_train_step(run.model, config, state, shardings, run.rows)
     _say(f"compiled    in {time.monotonic() - start:.0f} s")
     process_index, process_count = partitioning.process_share(run.mesh)

@@ -79,8 +79,8 @@ def _parse(argv, required):
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}: flags start with --; see --help")
     for name in required:
-        if not flags.FLAGS[name].value:
-            raise UserError(f"--{name} is missing or empty: give --{name}=...; see --help")
+        if not (value := flags.FLAGS[name].value):
+            raise UserError(f"--{name} is {'missing' if value is None else 'empty'}: give --{name}=...; see --help")
     if "workdir" in flags.FLAGS and flags.FLAGS.workdir:
         flags.FLAGS.workdir = os.path.expanduser(flags.FLAGS.workdir)
     return rest

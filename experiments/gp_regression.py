@@ -1,0 +1,237 @@
+"""Does deeper recursion regress better in context? CEM with T = 1, 2, 4, 8 and softmax attention on Gaussian processes.
+
+    python -m experiments.gp_regression --quick     # two seeds, few steps: a minute or two, too little to decide
+    python -m experiments.gp_regression             # at most 30 minutes on two CPU cores
+
+A sequence is one function drawn from a Gaussian process (RBF kernel) at random points. A token holds the next point
+and the last (point, noisy value); the model predicts the value there, as in arXiv 2605.07588's regression experiment.
+The CEM models have the same parameters at every T; softmax attention and its gated MLP are narrowed until they have as
+many. Every model sees the same functions, seed by seed, and is trained with the same optimizer.
+
+Prints RMSE against the noiseless function with 95 % confidence intervals over seeds (Student's t), and paired
+differences; writes OUTPUT.json and OUTPUT.png. "exact" is the posterior mean of the process, which no model beats.
+"""
+
+import functools
+import itertools
+import json
+import math
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from absl import flags
+from flax import linen as nn
+
+from cubit_jax import cli
+from cubit_jax.layers import CEMMLP, Attention, CEMAttention, GatedMLP
+
+LENGTH_SCALE, NOISE, EXTENT = 0.5, 0.1, 2.0  # of the process; points are uniform in (-EXTENT, EXTENT)
+NUM_POINTS = 32
+NUM_LAYERS, MODEL_DIM, NUM_HEADS, HEAD_DIM, MLP_DIM = 2, 48, 4, 16, 96
+# Student's t at 97.5 %, by degrees of freedom.
+_T_QUANTILE = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def define_flags():
+    """In a function, so that several of these programs can be imported into one process."""
+    flags.DEFINE_list("recursions", ["1", "2", "4", "8"], "Values of T.")
+    flags.DEFINE_integer("seeds", 5, "Models of each kind.", lower_bound=2, upper_bound=10)
+    flags.DEFINE_integer("steps", 3000, "Updates of each model.", lower_bound=1)
+    flags.DEFINE_integer("batch", 32, "Functions an update.", lower_bound=1)
+    flags.DEFINE_integer("test_functions", 2000, "Functions that RMSE is measured on.", lower_bound=1)
+    flags.DEFINE_float("learning_rate", 2e-3, "Peak; warm-up over the first tenth, then cosine.", lower_bound=0.0)
+    flags.DEFINE_boolean("quick", False, "Two seeds, 150 steps, T = 1 and 2: does it run?")
+    flags.DEFINE_string("output", "gp_regression", "Path without ending of the .json and .png files.")
+
+
+class Regressor(nn.Module):
+    """Pre-norm blocks over [B, L, 4] tokens -> [B, L] predictions; recursions=None is softmax attention."""
+
+    recursions: int | None
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Dense(MODEL_DIM, name="embed")(tokens)
+        positions = jnp.zeros(x.shape[:2], jnp.int32)  # the order of the points carries nothing: no rotation
+        for i in range(NUM_LAYERS):
+            x = x + self._mixer(f"mixer_{i}")(nn.RMSNorm(name=f"mixer_norm_{i}")(x), positions=positions)
+            x = x + self._mlp(f"mlp_{i}")(nn.RMSNorm(name=f"mlp_norm_{i}")(x))
+        return nn.Dense(1, name="head")(nn.RMSNorm(name="final_norm")(x))[..., 0]
+
+    def _mixer(self, name):
+        if self.recursions is None:  # four matrices of half the heads' width are as large as two
+            return Attention(NUM_HEADS, HEAD_DIM // 2, name=name)
+        return CEMAttention(NUM_HEADS, HEAD_DIM, num_recursions=self.recursions, name=name)
+
+    def _mlp(self, name):
+        if self.recursions is None:  # three matrices of two thirds of the width
+            return GatedMLP(MLP_DIM * 2 // 3, name=name)
+        return CEMMLP(MLP_DIM, num_recursions=self.recursions, name=name)
+
+
+def draw(key, count):
+    """Tokens [count, L, 4], noisy values y and values f [count, L], and the process's own prediction [count, L]."""
+    keys = jax.random.split(key, 3)
+    x = jax.random.uniform(keys[0], (count, NUM_POINTS), minval=-EXTENT, maxval=EXTENT)
+    kernel = jnp.exp(-jnp.square(x[:, :, None] - x[:, None, :]) / (2 * LENGTH_SCALE**2))
+    identity = jnp.eye(NUM_POINTS)
+    f = jnp.einsum("bij,bj->bi", jnp.linalg.cholesky(kernel + 1e-4 * identity),
+                   jax.random.normal(keys[1], (count, NUM_POINTS)))
+    y = f + NOISE * jax.random.normal(keys[2], f.shape)
+    # With K = C C^T and z = C^-1 y, the posterior mean of point i given those before it is sum_{j<i} C_ij z_j.
+    factor = jnp.linalg.cholesky(kernel + (NOISE**2 + 1e-4) * identity)
+    z = jax.scipy.linalg.solve_triangular(factor, y[..., None], lower=True)
+    exact = (jnp.tril(factor, -1) @ z)[..., 0]
+    before = [jnp.pad(a[:, :-1], ((0, 0), (1, 0))) for a in (x, y, jnp.ones_like(x))]
+    return jnp.stack([x, *before], axis=-1), y, f, exact
+
+
+def train(model, *, seeds, steps, batch, learning_rate):
+    """One model's parameters a seed, trained side by side, and their mean losses in the last tenth of the steps."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(steps // 10, 1), steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=1e-3))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    def run(seed, steps):
+        init_key, data_key = jax.random.split(jax.random.key(seed))
+        params = model.init(init_key, jnp.zeros((1, NUM_POINTS, 4)))
+
+        def update(carry, step):
+            params, state = carry
+            tokens, y, _, _ = draw(jax.random.fold_in(data_key, step), batch)
+
+            def loss(params):
+                return jnp.mean(jnp.square(model.apply(params, tokens) - y))
+
+            value, gradient = jax.value_and_grad(loss)(params)
+            change, state = optimizer.update(gradient, state, params)
+            return (optax.apply_updates(params, change), state), value
+
+        (params, _), losses = jax.lax.scan(update, (params, optimizer.init(params)), jnp.arange(steps))
+        return params, jnp.mean(losses[-max(steps // 10, 1):])
+
+    return run(jnp.arange(seeds), steps)
+
+
+def rmse_by_position(model, params, test):
+    """[seeds, L] against the noiseless function."""
+    tokens, _, f, _ = test
+
+    @jax.jit
+    def one(params):
+        error = jax.lax.map(lambda row: model.apply(params, row[0][None])[0] - row[1], (tokens, f), batch_size=100)
+        return jnp.sqrt(jnp.mean(jnp.square(error), axis=0))
+
+    return np.stack([one(jax.tree.map(lambda a, i=i: a[i], params)) for i in range(len(jax.tree.leaves(params)[0]))])
+
+
+def total(by_position):
+    """RMSE over all positions: [..., L] -> [...]."""
+    return np.sqrt(np.mean(np.square(by_position), axis=-1))
+
+
+def interval(values):
+    """(mean, half the width of its 95 % confidence interval) of independent values."""
+    return float(np.mean(values)), float(_T_QUANTILE[len(values) - 1] * np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def parameter_count(model):
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, NUM_POINTS, 4)))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def experiment(recursions, *, seeds, steps, batch, test_functions, learning_rate):
+    """Trains and measures all models; returns what goes to the JSON file."""
+    models = {"softmax attention": Regressor(None)} | {f"CEM T={t}": Regressor(t) for t in recursions}
+    test = jax.jit(draw, static_argnums=1)(jax.random.key(2**31 - 1), test_functions)
+    exact = np.sqrt(np.mean(np.square(np.asarray(test[3]) - np.asarray(test[2])), axis=0))
+    results = {}
+    for name, model in models.items():
+        begin = time.perf_counter()
+        params, loss = train(model, seeds=seeds, steps=steps, batch=batch, learning_rate=learning_rate)
+        by_position = rmse_by_position(model, params, test)
+        mean, half = interval(total(by_position))
+        results[name] = {"parameters": parameter_count(model), "rmse": mean, "half_width": half,
+                         "rmse_by_seed": total(by_position).tolist(), "train_loss_by_seed": np.asarray(loss).tolist(),
+                         "rmse_by_position": by_position.mean(axis=0).tolist(),
+                         "seconds": time.perf_counter() - begin}
+        print(f"{name:<18} {results[name]['parameters']:>8,} parameters   RMSE {mean:.4f} ± {half:.4f}   "
+              f"{results[name]['seconds']:.0f} s", flush=True)
+    print(f"{'exact':<18} {'':>8}              RMSE {float(total(exact)):.4f}")
+    return {"results": results, "exact": float(total(exact)), "exact_by_position": exact.tolist(),
+            "differences": differences(results, recursions), "seeds": seeds, "steps": steps, "batch": batch,
+            "learning_rate": learning_rate, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
+def differences(results, recursions):
+    """What each larger T changes in RMSE, paired by seed: {"T=1 to T=2": [mean, half width of the interval]}."""
+    def seeds(t):
+        return np.asarray(results[f"CEM T={t}"]["rmse_by_seed"])
+
+    pairs = list(itertools.pairwise(recursions))
+    if len(recursions) > 2:
+        pairs.append((recursions[0], recursions[-1]))
+    return {f"T={a} to T={b}": interval(seeds(b) - seeds(a)) for a, b in pairs}
+
+
+def conclusion(differences):
+    """One sentence a pair of depths, on whether the larger has the lower RMSE beyond what seeds explain."""
+    for name, (mean, half) in differences.items():
+        verdict = "undecided"
+        if abs(mean) > half:
+            verdict = "lower RMSE" if mean < 0 else "higher RMSE"
+        yield f"{name}: {mean:+.4f} ± {half:.4f}, {verdict}"
+
+
+def plot(record, path):
+    """RMSE against T, and against the number of points seen."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    deep = {int(name.removeprefix("CEM T=")): r for name, r in record["results"].items() if name.startswith("CEM")}
+    left.errorbar(list(deep), [r["rmse"] for r in deep.values()], [r["half_width"] for r in deep.values()], marker="o",
+                  capsize=4, label="CEM, 95 % interval over seeds")
+    softmax = record["results"]["softmax attention"]
+    low, high = (softmax["rmse"] + sign * softmax["half_width"] for sign in (-1, 1))
+    left.axhspan(low, high, color="C1", alpha=0.3)
+    left.axhline(softmax["rmse"], color="C1", label="softmax attention")
+    left.axhline(record["exact"], color="black", linestyle="--", label="exact posterior")
+    left.set(xlabel="recursions T", ylabel="RMSE", xscale="log", xticks=list(deep), xticklabels=list(deep))
+    for name, result in record["results"].items():
+        right.plot(result["rmse_by_position"], label=name)
+    right.plot(record["exact_by_position"], color="black", linestyle="--", label="exact posterior")
+    right.set(xlabel="points seen", ylabel="RMSE")
+    left.legend()
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main():
+    values = flags.FLAGS
+    if not all(t.isdecimal() for t in values.recursions):
+        raise cli.UserError(f"--recursions={','.join(values.recursions)}: give integers with commas between")
+    recursions = sorted({int(t) for t in values.recursions})
+    settings = {"seeds": values.seeds, "steps": values.steps, "batch": values.batch,
+                "test_functions": values.test_functions, "learning_rate": values.learning_rate}
+    if values.quick:
+        recursions, settings = [1, 2], settings | {"seeds": 2, "steps": 150, "test_functions": 200}
+    output = pathlib.Path(values.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    record = experiment(recursions, **settings)
+    print(*conclusion(record["differences"]), sep="\n")
+    output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+    plot(record, output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(main)

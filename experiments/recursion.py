@@ -1,0 +1,99 @@
+"""Recursion as a dial after training: loss and energies of one checkpoint, run with other numbers of recursions T.
+
+    python -m cubit_jax.train --config=configs/cem.py:tiny,steps=2 --workdir=runs/cem_tiny_t2
+    python -m experiments.recursion --workdir=runs/cem_tiny_t2
+
+No parameter of a CEM layer depends on T. Prints held-out loss and bits per byte against T, and the mean energy of a
+position before and after a layer's T steps, over all layers on a held-out batch; writes OUTPUT.json and OUTPUT.png.
+"""
+
+import json
+import pathlib
+
+import jax
+import matplotlib
+import numpy as np
+from absl import flags
+
+from cubit_jax import cli, data, evaluate, partitioning
+from cubit_jax.trained import load_trained
+
+
+def define_flags():
+    """In a function, so that several of these programs can be imported into one process."""
+    flags.DEFINE_string("workdir", None, "Folder of a run whose model has CEM layers, as given to train.")
+    flags.DEFINE_list("recursions", ["0", "1", "2", "3", "4", "6", "8"], "Values of T.")
+    flags.DEFINE_integer("energy_rows", 4, "Rows of the held-out part that energies are measured on.", lower_bound=1)
+    flags.DEFINE_string(
+        "output", None, "Path without ending of the .json and .png files; default: recursion in --workdir.")
+
+
+def measure(folder, recursions, energy_rows):
+    """{T: {"loss", "bits_per_byte", "energy_before", "energy_after"}} of the last checkpoint of a run, and its step."""
+    results = {}
+    for steps in recursions:
+        evaluation, checkpoint = evaluate.evaluate(folder, steps)
+        before, after = mean_energies(folder, steps, energy_rows)
+        results[steps] = {"loss": evaluation.loss, "bits_per_byte": evaluation.bits_per_byte,
+                          "energy_before": before, "energy_after": after}
+    return results, checkpoint
+
+
+def mean_energies(folder, steps, rows):
+    """Mean energy of a position before and after the recursions of a layer, over all CEM layers of the model."""
+    run = load_trained(folder, num_recursions=steps)
+    corpus = data.open_corpus(run.config.data, folder)
+    batch = next(iter(data.heldout_batches(corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=rows)))
+    with jax.set_mesh(partitioning.make_mesh({"data": 1}, jax.devices()[:1])):
+        params = jax.device_get(run.params)
+        _, seen = run.model.apply({"params": params}, batch, method="loss", mutable=["diagnostics"])
+    leaves = jax.tree_util.tree_leaves_with_path(seen["diagnostics"])
+    energies = {name: np.concatenate([np.ravel(leaf) for path, leaf in leaves if path[-1].key == name])
+                for name in ("energy_before", "energy_after")}
+    return float(energies["energy_before"].mean()), float(energies["energy_after"].mean())
+
+
+def plot(results, trained_with, path):
+    """Loss and energy against T, one axis each."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, left = pyplot.subplots(figsize=(6, 4))
+    right = left.twinx()
+    steps = list(results)
+    left.plot(steps, [r["loss"] for r in results.values()], "o-", color="C0", label="held-out loss")
+    right.plot(steps, [r["energy_after"] for r in results.values()], "s-", color="C1", label="energy after T steps")
+    right.plot(steps, [r["energy_before"] for r in results.values()], "s:", color="C1", label="energy before")
+    left.axvline(trained_with, color="gray", linestyle="--", label="trained with")
+    left.set(xlabel="recursions T", ylabel="loss (nats a token)", xticks=steps)
+    right.set_ylabel("mean energy of a position")
+    handles = [a + b for a, b in zip(left.get_legend_handles_labels(), right.get_legend_handles_labels())]
+    left.legend(*handles)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main():
+    values = flags.FLAGS
+    if not values.recursions or not all(t.isdecimal() for t in values.recursions):
+        raise cli.UserError(f"--recursions={','.join(values.recursions)}: give integers with commas between")
+    recursions = sorted({int(t) for t in values.recursions})
+    trained_with = load_trained(values.workdir).model.config.options.get("num_recursions", 1)
+    results, checkpoint = measure(values.workdir, recursions, values.energy_rows)
+    print(f"checkpoint {checkpoint} of {values.workdir}, trained with T={trained_with}")
+    print(f"{'T':>3} {'loss':>8} {'bits/byte':>10} {'energy before':>14} {'energy after':>13}")
+    for steps, r in results.items():
+        print(f"{steps:>3} {r['loss']:8.4f} {r['bits_per_byte']:10.4f} {r['energy_before']:14.4f} "
+              f"{r['energy_after']:13.4f}")
+    output = pathlib.Path(values.output or pathlib.Path(values.workdir, "recursion"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    record = {"results": results, "checkpoint": checkpoint, "trained_with": trained_with,
+              "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+    plot(results, trained_with, output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(main, required=["workdir"])

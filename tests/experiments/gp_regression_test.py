@@ -1,0 +1,63 @@
+"""The Gaussian-process experiment: data, matched models, statistics, and that a short run writes results."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import gp_regression
+
+
+def test_a_token_holds_the_next_point_and_the_last_pair():
+    tokens, y, _, _ = jax.jit(gp_regression.draw, static_argnums=1)(jax.random.key(0), 3)
+    np.testing.assert_array_equal(tokens[:, 1:, 1], tokens[:, :-1, 0])
+    np.testing.assert_array_equal(tokens[:, 1:, 2], y[:, :-1])
+    np.testing.assert_array_equal(tokens[:, 0, 1:], 0)
+    assert jnp.all(tokens[:, 1:, 3] == 1)
+
+
+def test_the_exact_prediction_is_the_posterior_mean():
+    tokens, y, _, exact = jax.device_get(jax.jit(gp_regression.draw, static_argnums=1)(jax.random.key(0), 2))
+    x = tokens[..., 0].astype(np.float64)
+    for row, i in ((0, 0), (0, 7), (1, 31)):
+        kernel = np.exp(-np.square(x[row, :, None] - x[row]) / (2 * gp_regression.LENGTH_SCALE**2))
+        noise = (gp_regression.NOISE**2 + 1e-4) * np.eye(i)
+        expected = kernel[i, :i] @ np.linalg.solve(kernel[:i, :i] + noise, y[row, :i])
+        np.testing.assert_allclose(exact[row, i], expected, atol=1e-3)
+
+
+def test_models_have_equal_parameters():
+    counts = [gp_regression.parameter_count(gp_regression.Regressor(t)) for t in (None, 1, 8)]
+    assert counts[1] == counts[2]
+    # The diagonal and the step sizes, a few numbers, are what tied weights do not share out evenly.
+    assert 0 <= counts[1] - counts[0] <= 0.005 * counts[0]
+
+
+def test_interval_is_students():
+    values = np.array([1.0, 2.0, 4.0])
+    mean, half = gp_regression.interval(values)
+    assert mean == pytest.approx(7 / 3)
+    assert half == pytest.approx(4.303 * np.sqrt(7 / 3) / np.sqrt(3))
+
+
+def test_conclusion_says_what_the_intervals_allow():
+    lines = list(gp_regression.conclusion({"a": (-0.2, 0.1), "b": (0.2, 0.1), "c": (-0.2, 0.3)}))
+    assert [line.split(", ")[1] for line in lines] == ["lower RMSE", "higher RMSE", "undecided"]
+
+
+def test_a_short_run_measures_plots_and_learns(tmp_path, monkeypatch):
+    for name, value in {"NUM_POINTS": 8, "NUM_LAYERS": 1, "MODEL_DIM": 8, "MLP_DIM": 12, "NUM_HEADS": 2,
+                        "HEAD_DIM": 4}.items():
+        monkeypatch.setattr(gp_regression, name, value)
+    record = gp_regression.experiment([1, 2], seeds=2, steps=300, batch=16, test_functions=100, learning_rate=1e-2)
+    assert set(record["results"]) == {"softmax attention", "CEM T=1", "CEM T=2"}
+    assert set(record["differences"]) == {"T=1 to T=2"}
+    for result in record["results"].values():
+        # Predicting 0 gives 1.
+        assert record["exact"] < result["rmse"] < 0.95
+        assert len(result["rmse_by_position"]) == 8 and len(result["rmse_by_seed"]) == 2
+    json.dumps(record)
+    gp_regression.plot(record, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000

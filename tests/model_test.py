@@ -141,7 +141,7 @@ def test_parameter_count_with_options(changes):
 @pytest.mark.parametrize("length, tie", [(1, False), (20, True), (150, False)])
 def test_loss_in_chunks_is_that_of_the_logits(length, tie, error):
     config = small(mixers=("attention",), num_layers=1, tie_embeddings=tie)
-    params, batch = init(config), random_batch(config, length=length)
+    params, batch = jax.device_get(init(config)), random_batch(config, length=length)
     batch["weights"] = np.random.default_rng(1).random(batch["weights"].shape).astype(np.float32)
 
     @jax.jit
@@ -152,11 +152,9 @@ def test_loss_in_chunks_is_that_of_the_logits(length, tie, error):
         return jnp.sum(nll * batch["weights"])
 
     value, gradient = loss_and_gradient(config, params, batch)
-    expected, expected_gradient = whole(params)
+    expected, expected_gradient = jax.device_get(whole(params))
     assert error(value, expected) <= 1e-5
     jax.tree.map(lambda a, b: np.testing.assert_array_less(error(a, b), 1e-4), gradient, expected_gradient)
-    _, weight = LanguageModel(config).apply({"params": params}, batch, method="loss")
-    assert weight == pytest.approx(batch["weights"].sum(), rel=1e-6)
 
 
 def test_logits_of_a_batch_never_exist_whole():

@@ -146,11 +146,10 @@ def _layer_case(kind, choice, preconditioner, recursions, seed):
         layer = CEMAttention(NUM_HEADS, HEAD_DIM, interaction=choice, **options)
     else:
         layer = CEMMLP(MLP_DIM, activation=choice, **options)
-    keys = jax.random.split(jax.random.key(seed), 3)
+    keys = jax.random.split(jax.random.key(seed))
     h = jax.random.normal(keys[0], (BATCH, LENGTH, MODEL_DIM), jnp.float64)
-    params = layer.init(keys[1], h)["params"]
-    # Away from special initial values such as V = U and equal step sizes.
-    params = jax.tree.map(lambda a, b: a + 0.1 * b, params, random_like(keys[2], params))
+    shapes = jax.eval_shape(layer.init, keys[1], h)["params"]
+    params = jax.tree.map(lambda x: 0.3 * x, random_like(keys[1], shapes)) | {"step_size": jnp.float64(0.3)}
     return Case((f"cem {kind}", choice, preconditioner, str(recursions)), lambda params, h: layer.apply(
         {"params": params}, h), functools.partial(_layer_energy, layer), functools.partial(_minimize, layer), params, h,
         smooth=choice != "relu")
@@ -207,7 +206,7 @@ def layer_size(layer, model_dim):
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def indefinite_share(draws=1000, model_dim=64, rank=8, scales=(0.03, 0.1, 0.3, 1.0), seed=0):
+def indefinite_share(draws=1000, model_dim=64, rank=8, scales=(0.03, 0.05, 0.07, 0.1), seed=0):
     """How often diag(softplus(d)) + U V^T + V U^T is not positive definite: {scale: share of the draws}.
 
     d is standard normal, the entries of U and V are scale * normal.

@@ -45,8 +45,9 @@ def mean_energies(folder, steps, rows):
     corpus = data.open_corpus(run.config.data, folder)
     batch = next(iter(data.heldout_batches(corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=rows)))
     with jax.set_mesh(partitioning.make_mesh({"data": 1}, jax.devices()[:1])):
-        params = jax.device_get(run.params)
-        _, seen = run.model.apply({"params": params}, batch, method="loss", mutable=["diagnostics"])
+        apply = jax.jit(lambda params: run.model.apply({"params": params}, batch, method="loss",
+                                                       mutable=["diagnostics"]))
+        _, seen = apply(jax.device_get(run.params))
     leaves = jax.tree_util.tree_leaves_with_path(seen["diagnostics"])
     energies = {name: np.concatenate([np.ravel(leaf) for path, leaf in leaves if path[-1].key == name])
                 for name in ("energy_before", "energy_after")}

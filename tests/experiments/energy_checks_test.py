@@ -140,7 +140,7 @@ def test_parameters_of_tied_layers():
 
 def test_the_papers_preconditioner_need_not_be_positive_definite():
     shares = energy_checks.indefinite_share(draws=50)
-    assert shares[0.03] == 0 and shares[1.0] == 1
+    assert shares[0.03] == 0 and shares[0.1] > 0.9
 
 
 def test_the_gradient_of_an_energy_is_a_layer():

@@ -82,6 +82,9 @@ def _parse(argv, required):
         if not (value := flags.FLAGS[name].value):
             raise UserError(f"--{name} is {'missing' if value is None else 'empty'}: give --{name}=...; see --help")
     if "workdir" in flags.FLAGS and flags.FLAGS.workdir:
+        if "://" in flags.FLAGS.workdir:
+            raise UserError(f"--workdir={flags.FLAGS.workdir}: expected a folder; mount the object store (gcsfuse for "
+                            "gs://) or a shared disk, and give the folder where it is mounted")
         flags.FLAGS.workdir = os.path.expanduser(flags.FLAGS.workdir)
     return rest
 

@@ -9,6 +9,7 @@ import numpy as np
 from absl import logging
 
 from cubit_jax import sources
+from cubit_jax import workdir as workdir_lib
 from cubit_jax.batches import DocumentBatches, HeldoutBatches, Prefetch, PreparedBatches
 from cubit_jax.cli import UserError
 from cubit_jax.tokenizer import check_vocabulary, load_tokenizer, train_tokenizer
@@ -42,7 +43,8 @@ def open_corpus(data, workdir):
     """Opens and checks the corpus that a config's `data` names; UserError if anything is wrong with it.
 
     The held-out documents are those of `data.heldout_path`, or of the TFDS directory's validation or test split, or
-    else a share `data.heldout_fraction` of the documents by a hash of their names (for files "name" or "name:line").
+    else a share `data.heldout_fraction` of the documents by a hash of their names (for files "name" or "name:line"), of
+    a single text file its end.
 
     Args:
       data: config.data (source, path, heldout_path, heldout_fraction, text_field).
@@ -68,7 +70,8 @@ def open_corpus(data, workdir):
                         "held-out text of its own with heldout_path, or lower heldout_fraction")
     heldout_bytes = sum(len(heldout[index].encode()) for index in range(len(heldout)))
     if not heldout_bytes:
-        raise UserError(f"the held-out part is empty: no text in {data.heldout_path or data.path}")
+        raise UserError(f"the held-out part is empty: no text in {data.heldout_path or data.path}" + (
+            "" if data.heldout_path else " that can be held out; give some with heldout_path"))
     logging.info("%d training documents; held out: %d, %d bytes", len(train), len(heldout), heldout_bytes)
     return Corpus(train, heldout, sources.digest([fingerprint, split]), heldout_bytes)
 
@@ -119,15 +122,15 @@ def _open_prepared(path):
 def open_tokenizer(data, corpus, workdir, vocab_size):
     """The tokenizer of a run: that of prepared data, or `data.tokenizer`, or one trained on `corpus.train`.
 
-    The last is kept as workdir/tokenizer.json, and found there again. UserError if the model's `vocab_size` is less
-    than the tokenizer's.
+    The last is kept as workdir/tokenizer.json, and found there again by the run that it was trained for: what a start
+    on other documents left there is trained anew. UserError if the model's `vocab_size` is less than the tokenizer's.
     """
     path = corpus.tokenizer_path or data.tokenizer
     if corpus.tokenizer_path and data.tokenizer:
         raise UserError(f"data.tokenizer does not go with prepared data, whose tokens are those of {path}")
     if not path:
         path = pathlib.Path(workdir, "tokenizer.json")
-        if not path.exists():
+        if not path.exists() or workdir_lib.read_corpus(workdir) is None:
             logging.info("training a tokenizer of %d entries", vocab_size)
             train_tokenizer(_sample(corpus.train), vocab_size).save(path)
     tokenizer = load_tokenizer(path)

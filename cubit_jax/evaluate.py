@@ -7,7 +7,7 @@ import math
 import jax
 from absl import flags
 
-from cubit_jax import cli, data, partitioning
+from cubit_jax import cli, data, partitioning, workdir
 from cubit_jax.trained import load_trained
 
 
@@ -70,6 +70,7 @@ def evaluate(folder, num_recursions=None):
     """
     run = load_trained(folder, **({} if num_recursions is None else {"num_recursions": num_recursions}))
     corpus = data.open_corpus(run.config.data, folder)
+    workdir.check_corpus(folder, {"documents": corpus.fingerprint})  # or what is held out may have been trained on
     rows = math.prod(run.mesh.shape[axis] for axis in partitioning.BATCH_AXES)
     # The result does not depend on the batch; this is the size that training has shown to fit.
     batch_size = -(-run.config.batch_size // run.config.accumulation_steps // rows) * rows

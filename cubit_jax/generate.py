@@ -1,6 +1,7 @@
 """Text from a trained run: python -m cubit_jax.generate --workdir=DIR --prompt='def ' --max_new_tokens=100"""
 
 import functools
+import math
 import pathlib
 import sys
 
@@ -127,8 +128,8 @@ def generate_text(model, params, tokenizer, prompts, *, max_new_tokens, temperat
 def _check(max_new_tokens, temperature, top_k, top_p):
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
-    if temperature < 0:
-        raise ValueError(f"{temperature=} must be at least 0")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"{temperature=} must be at least 0 and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"{top_k=} must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:

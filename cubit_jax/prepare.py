@@ -33,7 +33,8 @@ def define_flags():
     flags.DEFINE_enum("source", "files", ["files", "tfds", "stdlib"], "What --input is.")
     flags.DEFINE_string("heldout_path", None, "Glob or TFDS directory of held-out text; if not given, a share of "
                         "--input is held out by a hash of its documents' names (of TFDS the validation or test split).")
-    flags.DEFINE_float("heldout_fraction", 0.05, "That share.")
+    flags.DEFINE_float("heldout_fraction", 0.05, "Share of the documents that is held out where no "
+                       "--heldout_path is given.")
     flags.DEFINE_string("text_field", "text", "Field or column that holds the text of a record.")
     flags.DEFINE_string("output", None, "Directory to make; it must not exist yet.")
     flags.DEFINE_string("tokenizer", None, "A tokenizer.json to use.")

@@ -48,10 +48,20 @@ class FileDocuments:
 
     def __getitem__(self, index):
         path = self.paths[self.file[index]]
-        with open(path, "rb") as file:
-            file.seek(self.start[index])
-            content = file.read(self.length[index])
-        return json.loads(content)[self.field] if path.endswith(".jsonl") else content.decode("utf-8")
+        try:
+            with open(path, "rb") as file:
+                file.seek(self.start[index])
+                content = file.read(self.length[index])
+        except OSError as error:
+            raise UserError(f"cannot read {path}, which was there when this program began: {error.strerror}") from error
+        try:
+            if len(content) != self.length[index]:
+                raise ValueError
+            text = json.loads(content)[self.field] if path.endswith(".jsonl") else content.decode("utf-8")
+            text.encode()  # fails for what is no string, and for half of a character
+            return text
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} has changed since this program began to read it") from error
 
     def name(self, index):
         number = self.number[index]
@@ -61,6 +71,15 @@ class FileDocuments:
         """The documents where `mask` [n] is true."""
         return dataclasses.replace(
             self, **{field: getattr(self, field)[mask] for field in ("file", "start", "length", "number")})
+
+    def cut(self, share):
+        """One text file as two, cut at the first line that begins beyond `share` of it: (head, rest)."""
+        content = self[0].encode()
+        place = content.find(b"\n", int(share * len(content))) + 1
+        if not place or place == len(content):  # no line begins there
+            return self, self.subset(np.zeros(1, bool))
+        head, rest = np.array([place]), np.array([len(content) - place])
+        return dataclasses.replace(self, length=head), dataclasses.replace(self, start=self.start + place, length=rest)
 
 
 class TfdsDocuments:
@@ -187,9 +206,11 @@ def open_tfds(directory, field):
 def split_documents(documents, fraction):
     """-> (train, held-out) by a hash of each document's name, which no other document has an influence on.
 
-    Where that holds out nothing, the document with the smallest hash is held out.
+    Where that holds out nothing, the document with the smallest hash is held out; of a single text file its end.
     """
     count = len(documents)
+    if count == 1 and isinstance(documents, FileDocuments) and documents.number[0] == 0:
+        return documents.cut(1 - fraction)
     shares = np.fromiter((_share(documents.name(index)) for index in range(count)), np.float64, count)
     held_out = shares < fraction
     if not held_out.any() and count:

@@ -1,5 +1,6 @@
 """Text to token ids: byte-level BPE trained here, or any Hugging Face tokenizer.json."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -33,6 +34,7 @@ class Tokenizer:
       vocab_size: one more than the largest id.
       end_id: the id that stands before, between and after documents.
       end_token: its name.
+      digest: hash of what it does; equal ones encode equally.
     """
 
     def __init__(self, backend, origin="the tokenizer"):
@@ -66,6 +68,10 @@ class Tokenizer:
     def decode(self, ids):
         """The text of `ids`; special tokens appear by name. Bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    @property
+    def digest(self):
+        return hashlib.blake2b(self._backend.to_str().encode(), digest_size=16).hexdigest()
 
     def save(self, path):
         """Writes a tokenizer.json at once or not at all, so that a killed run leaves no half-written file."""
@@ -112,7 +118,7 @@ def train_tokenizer(texts, vocab_size):
 def load_tokenizer(path):
     """Loads a tokenizer.json; UserError if it is missing, is none, or has no end-of-text token."""
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        text = pathlib.Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the tokenizer {path}: {getattr(error, 'strerror', None) or error}") from error
     try:

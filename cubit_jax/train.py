@@ -6,7 +6,6 @@ command on the same DIR goes on where it stopped, with the same batches and the 
 
 import dataclasses
 import functools
-import json
 import time
 from typing import Any
 
@@ -72,6 +71,7 @@ def train(config, folder):
     Raises UserError, before anything of an earlier run is touched, if the config, the data, the devices or the folder
     do not fit; and if the run cannot go on.
     """
+    config = workdir.with_absolute_paths(config)
     run = open_run(config, folder)
     with jax.set_mesh(run.mesh), StopRequest() as stop:
         checkpoints = Checkpoints(folder, config.keep_checkpoints)
@@ -82,6 +82,7 @@ def train(config, folder):
             evaluation = clock = None
             if step < config.num_steps:
                 workdir.write_config(folder, config)
+                workdir.write_corpus(folder, {"documents": run.corpus.fingerprint, "tokenizer": run.tokenizer.digest})
                 state, evaluation, clock = _fit(run, state, shardings, data_state, checkpoints, stop)
                 step = int(state["step"])
         finally:
@@ -112,7 +113,9 @@ def open_run(config, folder):
         raise UserError(error) from error
     workdir.check_config(folder, config)
     corpus = data.open_corpus(config.data, folder)
+    workdir.check_corpus(folder, {"documents": corpus.fingerprint})
     tokenizer = data.open_tokenizer(config.data, corpus, folder, config.model.vocab_size)
+    workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
     return Run(config, folder, model_config, mesh, corpus, tokenizer)
 
 
@@ -124,12 +127,8 @@ def _initial_state(run, checkpoints):
         if run.config.init_from:
             params = {"params": load_params(run.config.init_from, run.model, shardings["params"])[0]}
         return train_step.make_state(run.model, run.config, shardings) | params, shardings, None
-    state, saved = checkpoints.restore(shapes)
-    saved = json.loads(saved)
-    if saved["corpus"] != run.corpus.fingerprint:
-        raise UserError(f"the documents have changed since the run in {run.workdir} began; go on with the same data, "
-                        "or start in a new workdir")
-    return state, shardings, json.dumps(saved["position"]).encode()
+    state, position = checkpoints.restore(shapes)
+    return state, shardings, position
 
 
 def _fit(run, state, shardings, data_state, checkpoints, stop):
@@ -151,8 +150,7 @@ def _fit(run, state, shardings, data_state, checkpoints, stop):
             config=config, model_config=run.model_config, step_fn=step_fn,
             diagnostics_fn=train_step.make_diagnostics(run.model), evaluate=_make_evaluate(run), put=run.put,
             batches=batches,
-            data_state=lambda: json.dumps({"corpus": run.corpus.fingerprint,
-                                           "position": json.loads(batches.get_state())}).encode(),
+            data_state=batches.get_state,
             checkpoints=checkpoints, writers=writers, stop=stop,
             flops_per_token=metrics.flops_per_token(run.model_config, count_parameters(state["params"])),
             show=jax.process_index() == 0).run(state)

@@ -58,6 +58,7 @@ def _load_tokenizer(config, folder):
         path = config.data.tokenizer or pathlib.Path(folder, "tokenizer.json")
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, config.model.vocab_size, origin=f"tokenizer {path}")
+    workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its config, and the refusal to mix two runs in one folder."""
+"""The folder of a run: its config and what it learns from, and the refusal to mix two runs in one folder."""
 
 import json
 import os
@@ -9,10 +9,21 @@ from ml_collections import config_dict
 from cubit_jax.cli import UserError
 
 # What may differ when a run goes on: how fast it runs, what it costs and how often it reports, not what is learned.
-# num_steps may be raised to go on longer; the learning rate then follows the schedule of the new length.
+# num_steps may be raised to go on longer; the learning rate then follows the schedule of the new length. Where the data
+# lies may change because corpus.json says what is in it.
 MAY_CHANGE = ("num_steps", "accumulation_steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints",
               "diagnostics_every", "max_skipped_updates", "model.remat", "model.implementation", "data.num_workers",
-              "mesh")
+              "data.path", "data.heldout_path", "data.tokenizer", "mesh")
+
+
+def with_absolute_paths(config):
+    """A copy of `config` whose paths do not depend on the current folder: the run may go on from another one."""
+    config = config.copy_and_resolve_references()
+    for part, names in ((config.data, ("path", "heldout_path", "tokenizer")), (config, ("init_from",))):
+        for name in names:
+            if part[name]:
+                part[name] = os.path.abspath(os.path.expanduser(part[name]))
+    return config
 
 
 def read_config(workdir):
@@ -44,11 +55,43 @@ def check_config(workdir, config):
 
 def write_config(workdir, config):
     """Writes workdir/config.json, whole or not at all; makes the folder."""
-    path = _path(workdir)
+    _write(_path(workdir), json.loads(config.to_json()))
+
+
+def read_corpus(workdir):
+    """{"documents", "tokenizer"}: hashes of what the run in `workdir` learns from; None before its first start."""
+    path = pathlib.Path(workdir, "corpus.json")
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def check_corpus(workdir, corpus):
+    """Raises UserError if the run in `workdir` began with other documents or another tokenizer. Writes nothing.
+
+    Args:
+      corpus: {"documents": hash} or {"tokenizer": hash}, or both.
+    """
+    there = read_corpus(workdir) or {}
+    for name, value in corpus.items():
+        if name in there and there[name] != value:
+            raise UserError(f"the {name} changed since the run in {workdir} began; go on with the same, or start in "
+                            "a new workdir")
+
+
+def write_corpus(workdir, corpus):
+    """Writes workdir/corpus.json, whole or not at all; makes the folder. Argument as of `check_corpus`."""
+    _write(pathlib.Path(workdir, "corpus.json"), corpus)
+
+
+def _write(path, value):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(json.loads(config.to_json()), indent=2) + "\n")
+        temporary.write_text(json.dumps(value, indent=2) + "\n")
         os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error

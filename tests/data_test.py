@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cubit_jax import data as data_module
+from cubit_jax import workdir
 from cubit_jax.cli import UserError
 from cubit_jax.data import encode_documents, heldout_batches, open_corpus, open_tokenizer, token_stream, train_batches
 from cubit_jax.prepare import prepare
@@ -59,6 +60,16 @@ def test_given_heldout_files(tmp_path, texts):
     assert "1.txt is matched by data.path and by data.heldout_path" in _error(open_corpus, both, tmp_path)
 
 
+def test_the_end_of_a_single_text_file_is_held_out(tmp_path):
+    path = tmp_path / "input.txt"
+    path.write_text("".join(f"ligne {i}, é\n" for i in range(100)))
+    corpus = open_corpus(_data(path=str(path), heldout_fraction=0.1), tmp_path)
+    (train,), (heldout,) = _all(corpus.train), _all(corpus.heldout)
+    assert train + heldout == path.read_text()
+    assert train.endswith("\n") and heldout.startswith("ligne 9")
+    assert 0.08 < corpus.heldout_bytes / path.stat().st_size < 0.1
+
+
 def test_stdlib_needs_nothing(tmp_path):
     corpus = open_corpus(_data(source="stdlib", heldout_fraction=0.05), tmp_path)
     assert len(corpus.train) > 10 * len(corpus.heldout) > 100
@@ -77,7 +88,8 @@ def test_empty_corpora(tmp_path):
         (tmp_path / name).write_text("")
         assert "the corpus is empty" in _error(open_corpus, _data(path=str(tmp_path / name)), tmp_path)
     (tmp_path / "c.txt").write_text("x")
-    assert "no training documents: all 1 of" in _error(open_corpus, _data(path=str(tmp_path / "c.txt")), tmp_path)
+    assert "no text in" in (message := _error(open_corpus, _data(path=str(tmp_path / "c.txt")), tmp_path))
+    assert "give some with heldout_path" in message
     empty = _data(path=str(tmp_path / "c.txt"), heldout_path=str(tmp_path / "a.txt"))
     assert "the held-out part is empty" in _error(open_corpus, empty, tmp_path)
     empty = _data(path=str(tmp_path / "a.txt"), heldout_path=str(tmp_path / "c.txt"))
@@ -91,8 +103,13 @@ def test_tokenizer_is_trained_once_on_the_training_part(tmp_path, texts):
     train_tokenizer(_all(corpus.train), 300).save(tmp_path / "expected.json")
     assert json.loads(path.read_text()) == json.loads((tmp_path / "expected.json").read_text())
     before = path.stat().st_mtime_ns
+    workdir.write_corpus(tmp_path, {"documents": corpus.fingerprint, "tokenizer": tokenizer.digest})  # the run began
     assert open_tokenizer(_data(), corpus, tmp_path, 300).encode("document") == tokenizer.encode("document")
     assert path.stat().st_mtime_ns == before
+    # One that a start on other documents left is not taken.
+    (tmp_path / "failed").mkdir()
+    train_tokenizer(["other text"], 300).save(tmp_path / "failed" / "tokenizer.json")
+    assert open_tokenizer(_data(), corpus, tmp_path / "failed", 300).digest == tokenizer.digest
     # A given one is used as it is, and has to fit the model.
     given = _data(tokenizer=str(path))
     assert open_tokenizer(given, corpus, tmp_path / "new", 512).vocab_size == tokenizer.vocab_size

@@ -1,10 +1,12 @@
 """Document sources: what is a document, the split, and one-line errors that name the place."""
 
+import functools
 import gzip
 import json
 import os
 import pathlib
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +18,9 @@ import pytest
 
 from cubit_jax import sources
 from cubit_jax.cli import UserError
+from cubit_jax.data import train_batches
+from cubit_jax.sources import open_files
+from cubit_jax.tokenizer import train_tokenizer
 
 TEXTS = ["first", "zwei\r\nLinien\n", "日本 😀", "a<|endoftext|>b", "\ttab \x00"]
 
@@ -279,3 +284,28 @@ def test_tfds_directory_is_written_read_and_resumed_without_tensorflow(tmp_path)
                                 check=False)
         assert result.returncode == 0, result.stderr
     assert "read and resumed" in result.stdout
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_files_that_change_while_they_are_read_are_named(tmp_path, num_workers):
+    tokenizer = train_tokenizer(["a"], 257)
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("some text\n" * 50)
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "some text"}\n')
+
+    def read(ending):
+        documents, _ = open_files(str(tmp_path / f"*.{ending}"), "text", tmp_path)
+        batches = train_batches(documents, tokenizer, seq_len=16, batch_size=4, seed=0, num_workers=num_workers)
+        for number in range(3):
+            damage(tmp_path / f"{number}.{ending}")
+        with pytest.raises(UserError) as caught:
+            next(batches)
+        return str(caught.value)
+
+    damage = pathlib.Path.unlink
+    assert re.search(r"cannot read .*\d\.txt, which was there when this program began: No such file", read("txt"))
+    for content in ("", '{"text": 3}'.ljust(22), '{"txt": "some text"} '.ljust(22), "x" * 22):
+        damage = functools.partial(pathlib.Path.write_text, data=content)
+        for number in range(3):
+            (tmp_path / f"{number}.jsonl").write_text('{"text": "some text"}\n')
+        assert re.search(r"\d\.jsonl has changed since this program began", read("jsonl"))

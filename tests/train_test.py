@@ -13,11 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from cubit_jax import train
+from cubit_jax import evaluate, train
 from cubit_jax.checkpoint import Checkpoints
 from cubit_jax.cli import UserError
+from cubit_jax.tokenizer import train_tokenizer
 from cubit_jax.train_step import state_shapes
-from cubit_jax.workdir import read_config
+from cubit_jax.trained import load_trained
+from cubit_jax.workdir import read_config, write_config
 
 pytestmark = pytest.mark.xdist_group("train")  # they share a run and compiled programs
 ROOT = pathlib.Path(__file__).parents[1]
@@ -187,10 +189,23 @@ def test_changed_documents_are_refused(straight, config, tmp_path):
     changed.data.path = f"{tmp_path}/*.txt"
     workdir = tmp_path / "run"
     workdir.mkdir()
-    os.symlink(straight[0] / "checkpoints", workdir / "checkpoints")
-    os.symlink(straight[0] / "tokenizer.json", workdir / "tokenizer.json")
-    with pytest.raises(UserError, match="the documents have changed"):
+    for name in ("checkpoints", "tokenizer.json", "config.json", "corpus.json"):
+        os.symlink(straight[0] / name, workdir / name)
+    with pytest.raises(UserError, match="the documents changed since the run"):
         train.train(changed, workdir)
+    with pytest.raises(UserError, match="the documents changed since the run"):
+        (workdir / "config.json").unlink()
+        write_config(workdir, changed)
+        evaluate.evaluate(workdir)
+    # The same documents elsewhere are the same run; another tokenizer is not.
+    for path in pathlib.Path(config.data.path).parent.iterdir():
+        (tmp_path / path.name).write_text(path.read_text())
+    (workdir / "tokenizer.json").unlink()
+    train_tokenizer(["a text"], 300).save(workdir / "tokenizer.json")
+    with pytest.raises(UserError, match="the tokenizer changed since the run"):
+        train.train(changed, workdir)
+    with pytest.raises(UserError, match="the tokenizer changed since the run"):
+        load_trained(workdir)
 
 
 @pytest.mark.parametrize("fields, words", [  # eight devices here

@@ -1,5 +1,7 @@
 """A folder belongs to one run: another config is refused with the fields that differ, and nothing is changed."""
 
+import pathlib
+
 import pytest
 
 from cubit_jax import workdir
@@ -49,3 +51,27 @@ def test_folders_that_cannot_be_used_are_one_line(micro_config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         workdir.write_config(tmp_path / "file", micro_config())
+
+
+def test_a_run_may_go_on_from_another_folder(micro_config, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = micro_config("cubit", **{"data.source": "files", "data.path": "texts/*.txt", "init_from": "~/run"})
+    absolute = workdir.with_absolute_paths(config)
+    assert absolute.data.path == f"{tmp_path}/texts/*.txt"
+    assert absolute.init_from == f"{pathlib.Path.home()}/run"
+    assert absolute.data.heldout_path is None
+    assert config.data.path == "texts/*.txt"
+
+
+def test_what_a_run_learns_from_stays_the_same(tmp_path):
+    assert workdir.read_corpus(tmp_path) is None
+    workdir.check_corpus(tmp_path, {"documents": "a"})
+    workdir.write_corpus(tmp_path, {"documents": "a", "tokenizer": "b"})
+    workdir.check_corpus(tmp_path, {"documents": "a", "tokenizer": "b"})
+    with pytest.raises(UserError, match="the documents changed since the run in"):
+        workdir.check_corpus(tmp_path, {"documents": "c"})
+    with pytest.raises(UserError, match="the tokenizer changed since the run in"):
+        workdir.check_corpus(tmp_path, {"documents": "a", "tokenizer": "c"})
+    (tmp_path / "corpus.json").write_text("{")
+    with pytest.raises(UserError, match="cannot read"):
+        workdir.read_corpus(tmp_path)

@@ -61,7 +61,6 @@ def make_train_step(model, config, shardings=None):
       gradient_norm (before clipping), parameter_norm, learning_rate, tokens, skipped, skipped_in_a_row.
     """
     transformation = optimizer_lib.make_optimizer(config)
-    key = jax.random.key(config.seed)
 
     def like_params(tree):
         return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings["params"])
@@ -69,7 +68,8 @@ def make_train_step(model, config, shardings=None):
     def train_step(state, batch):
         params, opt_state = state["params"], state["opt_state"]
         total = jnp.sum(batch["weights"])
-        dropout = jax.random.fold_in(key, state["step"])
+        # Made here, so that nothing is computed while a step is compiled for devices that are not there.
+        dropout = jax.random.fold_in(jax.random.key(config.seed), state["step"])
 
         def gradients(index, rows):
             """The part of the mean loss that `rows` are responsible for, and its gradient."""

@@ -10,6 +10,7 @@ import math
 import re
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,11 +72,32 @@ def mesh_sizes(sizes, num_devices):
 
 
 def make_mesh(sizes, devices=None):
-    """The mesh of these sizes (see mesh_sizes) over all devices, or over those given. Use it with `jax.set_mesh`."""
+    """The mesh of these sizes (see mesh_sizes) over all devices, or over those given. Use it with `jax.set_mesh`.
+
+    Devices of several slices (groups with a slow network between them: TPU slices, GPU hosts): the slices are dealt to
+    the outermost batch axes, replica first, so that tensor, context and, where the sizes allow it, fsdp stay inside
+    one.
+
+    Raises:
+      ValueError: from mesh_sizes, or the slices cannot be dealt to the batch axes.
+    """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(sizes, len(devices))
     # Explicit axes, JAX's default, would make every Dense layer state the sharding of its result.
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    axis_types = (AxisType.Auto,) * len(AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=axis_types, devices=devices)
+    inside, across = dict(sizes), dict.fromkeys(AXES, 1)
+    for axis in BATCH_AXES:
+        across[axis] = math.gcd(sizes[axis], slices // math.prod(across.values()))
+        inside[axis] //= across[axis]
+    if math.prod(across.values()) != slices:
+        raise ValueError(f"{slices} slices cannot be dealt to mesh replica x data x fsdp = "
+                         f"{' x '.join(str(sizes[axis]) for axis in BATCH_AXES)}: set mesh.replica={slices}")
+    layout = mesh_utils.create_hybrid_device_mesh(tuple(inside.values()), tuple(across.values()), devices=devices,
+                                                  allow_split_physical_axes=True)
+    return jax.sharding.Mesh(layout, AXES, axis_types=axis_types)
 
 
 def check(mesh, *, batch_size, accumulation_steps, model):

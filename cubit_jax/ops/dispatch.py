@@ -13,6 +13,7 @@ from absl import logging
 
 _backend = contextvars.ContextVar("backend", default=None)
 _interpret = contextvars.ContextVar("interpret", default=None)
+_choices = contextvars.ContextVar("choices", default=None)
 
 
 @contextlib.contextmanager
@@ -38,6 +39,20 @@ def interpret(platform="tpu"):
         _interpret.reset(token)
 
 
+@contextlib.contextmanager
+def recorded():
+    """Gives a dict that holds, for every op traced within it, the set of implementations that were taken.
+
+    Like `backend`, it does not see what `jax.jit` has already traced.
+    """
+    choices = {}
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
 def current_backend():
     """The backend the computation is traced for: "cpu", "tpu" or "gpu"."""
     return _backend.get() or jax.default_backend()
@@ -54,6 +69,11 @@ def kernel_platform():
     if current_backend() not in ("tpu", "gpu"):
         raise NotImplementedError(f"pallas needs a TPU or a GPU, and the backend is {current_backend()}")
     return current_backend(), False
+
+
+def _record(op, implementation):
+    if _choices.get() is not None:
+        _choices.get().setdefault(op, set()).add(implementation)
 
 
 @functools.cache
@@ -78,7 +98,9 @@ def run(op, implementations, implementation, *args, **kwargs):
     if implementation is not None:
         if implementation not in implementations:
             raise ValueError(f"{implementation=} of {op} must be None or one of {sorted(implementations)}")
-        return implementations[implementation](*args, **kwargs)
+        out = implementations[implementation](*args, **kwargs)
+        _record(op, implementation)
+        return out
     platform = current_backend()
     reasons = []
     for name in ("pallas", "xla") if platform in ("tpu", "gpu") else ("xla",):
@@ -89,6 +111,7 @@ def run(op, implementations, implementation, *args, **kwargs):
         except NotImplementedError as error:
             reasons.append(f"{name}: {error}")
             continue
+        _record(op, name)
         _log_once(f"{op}: implementation {name} on {platform}" + "".join(f"; not {reason}" for reason in reasons))
         return out
     raise NotImplementedError(f"{op} on {platform}: " + "; ".join(reasons))

@@ -32,6 +32,10 @@ def get_config(size="125m"):
     config.init_from = config_dict.placeholder(str)  # a workdir whose last parameters this run starts from, at step 0
     config.max_skipped_updates = 10  # non-finite losses or gradients in a row before the run stops
 
+    config.profile = profile = ml_collections.ConfigDict()  # jax.profiler writes some steps to workdir/profile
+    profile.first_step = 0  # counted from 1; 0 is never
+    profile.num_steps = 3
+
     config.model = model = ml_collections.ConfigDict()
     model.vocab_size = 2048 if tiny else 32_768
     model.num_layers = num_layers

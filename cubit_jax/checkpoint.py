@@ -64,7 +64,7 @@ class Checkpoints:
             self._wait()
             # Orbax notices a folder that is gone or read-only in a thread, and other threads then wait for that one.
             self._folder.mkdir(exist_ok=True)
-            probe = self._folder / "writable"
+            probe = self._folder / f"writable_{jax.process_index()}"
             probe.write_text("")
             probe.unlink()
             params, training = _split(state)

@@ -7,7 +7,8 @@ import math
 import jax
 from absl import flags
 
-from cubit_jax import cli, data, partitioning, workdir
+from cubit_jax import cli, data, distributed, partitioning, workdir
+from cubit_jax.cli import UserError
 from cubit_jax.trained import load_trained
 
 
@@ -69,12 +70,16 @@ def evaluate(folder, num_recursions=None):
       UserError: no run, no checkpoint or no corpus there, or one that does not fit.
     """
     run = load_trained(folder, **({} if num_recursions is None else {"num_recursions": num_recursions}))
-    corpus = data.open_corpus(run.config.data, folder)
+    corpus = distributed.in_turn(lambda: data.open_corpus(run.config.data, folder), "corpus")
+    distributed.agree(corpus.fingerprint, "documents")
     workdir.check_corpus(folder, {"documents": corpus.fingerprint})  # or what is held out may have been trained on
     rows = math.prod(run.mesh.shape[axis] for axis in partitioning.BATCH_AXES)
     # The result does not depend on the batch; this is the size that training has shown to fit.
     batch_size = -(-run.config.batch_size // run.config.accumulation_steps // rows) * rows
-    process_index, process_count = partitioning.process_share(run.mesh)
+    try:
+        process_index, process_count = partitioning.process_share(run.mesh)
+    except ValueError as error:
+        raise UserError(error) from error
     batches = data.heldout_batches(
         corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=batch_size,
         process_index=process_index, process_count=process_count)
@@ -87,12 +92,17 @@ def evaluate(folder, num_recursions=None):
 
 
 def define_flags():
+    distributed.define_flags()
     flags.DEFINE_string("workdir", None, "Folder of the run, as given to train; its last checkpoint is evaluated.")
     flags.DEFINE_integer("num_recursions", None, "Steps T of each Causal Energy Minimization layer in the place of "
                          "those it was trained with.", lower_bound=0)
 
 
 def main():
+    distributed.run(_print_evaluation)
+
+
+def _print_evaluation():
     result, step = evaluate(flags.FLAGS.workdir, flags.FLAGS.num_recursions)
     if jax.process_index() == 0:
         print(f"held-out part at step {step}: {result.tokens:,} tokens, loss {result.loss:.4f}, "

@@ -1,11 +1,17 @@
 """What a running program shows and listens to: a progress bar or lines, tokens a second, and requests to stop."""
 
 import contextlib
+import os
+import pathlib
 import signal
 import sys
 import time
 
+import jax
 import tqdm
+from jax.experimental import multihost_utils
+
+from cubit_jax.cli import UserError
 
 
 class Progress:
@@ -75,27 +81,85 @@ class Clock:
 class StopRequest:
     """Remembers the first SIGTERM or SIGINT (Ctrl-C), so that the step at hand can end; a second one ends at once.
 
+    A signal to one process of several stops them all, at a step that jax.distributed has them agree on; it listens to
+    SIGTERM by itself, so a second one has no effect there.
+
     Use as a context manager; `name` is the signal's name once there was one, else None.
     """
 
-    _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
     def __init__(self):
         self.name = None
+        self._together = jax.process_count() > 1
+        self._numbers = (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT)
 
     def __enter__(self):
-        self._previous = {number: signal.signal(number, self._remember) for number in self._SIGNALS}
+        self._previous = {number: signal.signal(number, self._remember) for number in self._numbers}
         return self
 
     def __exit__(self, *_):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def at(self, step):
+        """The name of the signal after which the run is to stop now, after `step` steps, else None.
+
+        To be asked once a step, by all processes; they get the same answer.
+        """
+        if self._together and multihost_utils.reached_preemption_sync_point(step):
+            self.name = "SIGTERM"
+        return self.name
+
     def _remember(self, number, _):
-        self.name = signal.Signals(number).name
+        name = signal.Signals(number).name
         for each, handler in self._previous.items():
             signal.signal(each, handler)
-        print(f"\n{self.name}: saving after this step; once more ends at once", file=sys.stderr, flush=True)
+        print(f"\n{name}: saving after this step; once more ends at once", file=sys.stderr, flush=True)
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.name = name
+
+
+class Trace:
+    """A profile of some steps of the run, written by jax.profiler to `folder`.
+
+    Args:
+      first_step: the first step in it, counted from 1; 0 is never. num_steps: how many.
+      show: False traces nothing (processes other than the first).
+    """
+
+    def __init__(self, folder, first_step, num_steps, show=True):
+        self._folder = pathlib.Path(folder)
+        self._steps = range(first_step, first_step + num_steps) if first_step and show else range(0)
+        self._running = False
+
+    def before(self, step):
+        """To be called before each step."""
+        if self._steps and step == self._steps[0]:
+            with self._named_errors():
+                jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def after(self, step, results):
+        """To be called after each step, with arrays that it computes."""
+        if self._running and step == self._steps[-1]:
+            jax.block_until_ready(results)
+            self.close()
+            print(f"profile     of steps {self._steps[0]} to {step} in {self._folder}", flush=True)
+
+    def close(self):
+        """Ends and writes a trace that is not complete."""
+        if self._running:
+            self._running = False
+            with self._named_errors():
+                jax.profiler.stop_trace()
+
+    @contextlib.contextmanager
+    def _named_errors(self):
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"cannot write a profile to {self._folder}: {error}") from error
 
 
 def format_seconds(seconds):

@@ -1,11 +1,13 @@
 """Trains a language model: python -m cubit_jax.train --config=configs/cubit.py:tiny --workdir=DIR
 
 DIR holds config.json, metrics.jsonl, tensorboard/, checkpoints/ and, where one was trained, tokenizer.json. The same
-command on the same DIR goes on where it stopped, with the same batches and the same numbers.
+command on the same DIR goes on where it stopped, with the same batches and the same numbers. On several hosts it is
+started once on each, see docs/launch.md; DIR is then on a file system that they share.
 """
 
 import dataclasses
 import functools
+import pathlib
 import time
 from typing import Any
 
@@ -13,12 +15,23 @@ import jax
 import numpy as np
 from absl import flags
 
-from cubit_jax import cli, data, evaluate, generate, metrics, optimizer, partitioning, train_step, workdir
+from cubit_jax import (
+    cli,
+    data,
+    distributed,
+    evaluate,
+    generate,
+    metrics,
+    optimizer,
+    partitioning,
+    train_step,
+    workdir,
+)
 from cubit_jax.bigram import bigram_bits_per_byte
 from cubit_jax.checkpoint import Checkpoints, SaveError, load_params
 from cubit_jax.cli import UserError
 from cubit_jax.model import LanguageModel, ModelConfig, count_parameters
-from cubit_jax.progress import StopRequest
+from cubit_jax.progress import StopRequest, Trace
 from cubit_jax.train_loop import Loop
 
 _BIGRAM_TOKENS = 20_000_000  # tokens of training text that the bigram baseline is fitted on, at most
@@ -29,13 +42,14 @@ _AT_LEAST_1 = ("num_steps", "batch_size", "accumulation_steps", "seq_len", "log_
 
 def define_flags():
     cli.define_config()
+    distributed.define_flags()
     flags.DEFINE_string("workdir", None, "Folder of the run: metrics, checkpoints, tokenizer. If it holds a run of the "
                         "same config, that run goes on.")
 
 
 def main():
     try:
-        train(flags.FLAGS.config, flags.FLAGS.workdir)
+        distributed.run(lambda: train(flags.FLAGS.config, flags.FLAGS.workdir), stop_together=True)
     except SaveError as error:
         cli.fail(error, at_once=True)
 
@@ -72,29 +86,58 @@ def train(config, folder):
     do not fit; and if the run cannot go on.
     """
     config = workdir.with_absolute_paths(config)
-    run = open_run(config, folder)
-    with jax.set_mesh(run.mesh), StopRequest() as stop:
-        checkpoints = Checkpoints(folder, config.keep_checkpoints)
-        try:
-            state, shardings, data_state = _initial_state(run, checkpoints)
-            step = int(state["step"])
-            _describe(run, state, resumed=data_state is not None)
-            evaluation = clock = None
-            if step < config.num_steps:
+    workdir.check_processes(config)
+    _check(config, folder)
+    with workdir.lock(folder):
+        run = open_run(config, folder)
+        with jax.set_mesh(run.mesh), StopRequest() as stop:
+            _train(run, stop)
+
+
+def _train(run, stop):
+    config, folder = run.config, run.workdir
+    checkpoints = Checkpoints(folder, config.keep_checkpoints)
+    try:
+        state, shardings, data_state = _initial_state(run, checkpoints)
+        step = int(state["step"])
+        _describe(run, state, resumed=data_state is not None)
+        evaluation = clock = None
+        if step < config.num_steps:
+            if jax.process_index() == 0:
                 workdir.write_config(folder, config)
                 workdir.write_corpus(folder, {"documents": run.corpus.fingerprint, "tokenizer": run.tokenizer.digest})
-                state, evaluation, clock = _fit(run, state, shardings, data_state, checkpoints, stop)
-                step = int(state["step"])
-        finally:
-            checkpoints.close()
-        if stop.name:
-            _say(f"saved at step {step} of {config.num_steps}; the same command goes on from there")
-        else:
-            _report(run, state, evaluation, clock)
+                workdir.clear_preempted(folder)
+            state, evaluation, clock = _fit(run, state, shardings, data_state, checkpoints, stop)
+            step = int(state["step"])
+    finally:
+        checkpoints.close()
+    if stop.name and step < config.num_steps:
+        if jax.process_index() == 0:
+            workdir.mark_preempted(folder, step, stop.name)
+        _say(f"saved at step {step} of {config.num_steps} after {stop.name}; the same command goes on from there")
+    else:
+        _report(run, state, evaluation, clock)
 
 
 def open_run(config, folder):
     """Checks everything that can be checked before the first array is made, and returns the Run; else UserError."""
+    model_config, mesh = _check(config, folder)
+    corpus, tokenizer = distributed.in_turn(lambda: _open_data(config, folder), "data")
+    distributed.agree(corpus.fingerprint, "documents")
+    distributed.agree(tokenizer.digest, "tokenizer")
+    return Run(config, folder, model_config, mesh, corpus, tokenizer)
+
+
+def _open_data(config, folder):
+    corpus = data.open_corpus(config.data, folder)
+    workdir.check_corpus(folder, {"documents": corpus.fingerprint})
+    tokenizer = data.open_tokenizer(config.data, corpus, folder, config.model.vocab_size)
+    workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
+    return corpus, tokenizer
+
+
+def _check(config, folder):
+    """(ModelConfig, mesh) of a config that is right in itself and fits the devices and the folder; writes nothing."""
     try:
         for name in _AT_LEAST_1:
             if config[name] < 1:
@@ -104,19 +147,19 @@ def open_run(config, folder):
         for name in ("eval_every", "diagnostics_every"):
             if config[name] < 0:
                 raise UserError(f"{name}={config[name]} must be at least 1, or 0 for never")
+        if config.profile.first_step < 0 or config.profile.num_steps < 1:
+            raise UserError(f"profile.first_step={config.profile.first_step} must be at least 1, or 0 for never, and "
+                            f"profile.num_steps={config.profile.num_steps} at least 1")
         model_config = ModelConfig.from_config(config)
         optimizer.check(config)
         mesh = partitioning.make_mesh(config.mesh)
         partitioning.check(mesh, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps,
                            model=model_config)
+        partitioning.process_share(mesh)
     except ValueError as error:
         raise UserError(error) from error
     workdir.check_config(folder, config)
-    corpus = data.open_corpus(config.data, folder)
-    workdir.check_corpus(folder, {"documents": corpus.fingerprint})
-    tokenizer = data.open_tokenizer(config.data, corpus, folder, config.model.vocab_size)
-    workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
-    return Run(config, folder, model_config, mesh, corpus, tokenizer)
+    return model_config, mesh
 
 
 def _initial_state(run, checkpoints):
@@ -152,6 +195,7 @@ def _fit(run, state, shardings, data_state, checkpoints, stop):
             batches=batches,
             data_state=batches.get_state,
             checkpoints=checkpoints, writers=writers, stop=stop,
+            trace=Trace(pathlib.Path(run.workdir, "profile"), **config.profile, show=jax.process_index() == 0),
             flops_per_token=metrics.flops_per_token(run.model_config, count_parameters(state["params"])),
             show=jax.process_index() == 0).run(state)
     finally:
@@ -181,6 +225,11 @@ def _report(run, state, evaluation, clock):
     config, folder = run.config, run.workdir
     step = int(state["step"])
     evaluation = evaluation or _make_evaluate(run)(state["params"])
+    prompt = "def " if config.data.source == "stdlib" else ""
+    sample = generate.generate_text(run.model, state["params"], run.tokenizer, [prompt], max_new_tokens=_SAMPLE_TOKENS,
+                                    temperature=0.7, seed=config.seed)[0]
+    if jax.process_index():  # what the devices of all processes compute ends here
+        return
     bigram = bigram_bits_per_byte(
         _first_tokens(run.corpus.train, run.tokenizer), data.token_stream(run.corpus.heldout, run.tokenizer),
         run.tokenizer.vocab_size, run.corpus.heldout_bytes)
@@ -188,9 +237,6 @@ def _report(run, state, evaluation, clock):
     _say(f"\ndone        {step:,} steps, {step * config.batch_size * config.seq_len:,} tokens{speed}")
     _say(f"held-out    loss {evaluation['eval/loss']:.4f}, bits per byte {evaluation['eval/bits_per_byte']:.4f} "
          f"(a bigram model of the same tokens: {bigram:.4f})")
-    prompt = "def " if config.data.source == "stdlib" else ""
-    sample = generate.generate_text(run.model, state["params"], run.tokenizer, [prompt], max_new_tokens=_SAMPLE_TOKENS,
-                                    temperature=0.7, seed=config.seed)[0]
     lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in prompt + sample)
     _say("sample\n    " + lines.replace("\n", "\n    "))
     _say(f"""next
@@ -234,7 +280,9 @@ def _describe(run, state, resumed):
     if resumed:
         step = int(state["step"])
         complete = "" if step < config.num_steps else ": the run is complete, a larger --config.num_steps goes on"
-        _say(f"resumed     at step {step:,}{complete}")
+        marker = workdir.read_preempted(run.workdir) if jax.process_index() == 0 else None
+        stopped = f" after {marker['signal']} at {marker['time']}" if marker else ""
+        _say(f"resumed     at step {step:,}{stopped}{complete}")
 
 
 def _say(text):

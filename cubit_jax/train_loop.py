@@ -9,7 +9,7 @@ import numpy as np
 
 from cubit_jax import metrics as metrics_lib
 from cubit_jax.cli import UserError
-from cubit_jax.progress import Clock, Progress
+from cubit_jax.progress import Clock, Progress, Trace
 
 
 @dataclasses.dataclass
@@ -26,7 +26,7 @@ class Loop:
       evaluate: params -> {"eval/loss": ..., "eval/bits_per_byte": ...}.
       put: local batch of numpy arrays -> batch on devices.
       batches: iterator of batches; data_state: () -> bytes, its position after the batch handed out last.
-      checkpoints, writers, stop: Checkpoints, Writers, StopRequest.
+      checkpoints, writers, stop, trace: Checkpoints, Writers, StopRequest, Trace.
       flops_per_token: of the model, for the utilisation; show: whether this process prints.
     """
 
@@ -41,6 +41,7 @@ class Loop:
     checkpoints: Any
     writers: Any
     stop: Any
+    trace: Trace
     flops_per_token: float
     show: bool = True
 
@@ -58,13 +59,15 @@ class Loop:
         pending = None  # (step, its metrics, its diagnostics) on the device
         evaluation, save = None, False
         try:
-            while step < config.num_steps and not self.stop.name:
+            while step < config.num_steps and not self.stop.at(step):
                 batch = next(self.batches, None)
                 if batch is None:
                     break
+                self.trace.before(step + 1)
                 batch = self.put(batch)
                 state, numbers = self.step_fn(state, batch)
                 step += 1
+                self.trace.after(step, numbers)
                 if pending is not None:
                     self._record(*pending)
                 diagnose, diagnostics = self._due("diagnostics_every", step), {}
@@ -91,6 +94,7 @@ class Loop:
             self.checkpoints.save(step, state, self.data_state())
         finally:
             self._progress.close()
+            self.trace.close()
         self.checkpoints.wait()
         return state, evaluation, self._clock
 

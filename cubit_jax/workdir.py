@@ -1,11 +1,18 @@
 """The folder of a run: its config and what it learns from, and the refusal to mix two runs in one folder."""
 
+import contextlib
+import datetime
+import fcntl
 import json
 import os
 import pathlib
+import socket
+import time
 
+from absl import logging
 from ml_collections import config_dict
 
+from cubit_jax import distributed
 from cubit_jax.cli import UserError
 
 # What may differ when a run goes on: how fast it runs, what it costs and how often it reports, not what is learned.
@@ -13,7 +20,8 @@ from cubit_jax.cli import UserError
 # lies may change because corpus.json says what is in it.
 MAY_CHANGE = ("num_steps", "accumulation_steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints",
               "diagnostics_every", "max_skipped_updates", "model.remat", "model.implementation", "data.num_workers",
-              "data.path", "data.heldout_path", "data.tokenizer", "mesh")
+              "data.path", "data.heldout_path", "data.tokenizer", "mesh", "profile")
+_SEEN_WITHIN = 60  # seconds until a file that process 0 has written must be seen by all; network file systems cache
 
 
 def with_absolute_paths(config):
@@ -44,13 +52,88 @@ def check_config(workdir, config):
     """
     if not _path(workdir).exists():
         return
-    there, here = _flatten(read_config(workdir)), _flatten(config)
-    differ = [name for name in sorted(there.keys() | here.keys())
-              if there.get(name) != here.get(name) and not _may_change(name)]
-    if differ:
-        fields = ", ".join(f"{name} ({there.get(name)!r} there, {here.get(name)!r} here)" for name in differ)
+    if fields := _differences(_flatten(read_config(workdir)), _flatten(config), _may_change):
         raise UserError(f"{workdir} holds a run of another config; these fields differ: {fields}; "
                         "use another --workdir, or the values it was started with")
+
+
+def check_processes(config):
+    """Raises UserError, listing the fields that differ, if this process was given another config than process 0."""
+    first = json.loads(distributed.from_first(config.to_json(), "config"))
+    if fields := _differences(_flatten(first), _flatten(config)):
+        raise UserError(f"the processes were given different configs; process 0 there: {fields}")
+
+
+@contextlib.contextmanager
+def lock(workdir):
+    """Keeps other trainers out of the folder, which is made, for as long as this one lives, however it ends.
+
+    Process 0 of a run holds the lock, the others look whether they see it.
+
+    Raises:
+      UserError: another trainer is at work there; the processes of this run do not share the folder; it cannot be made.
+    """
+    path, note = pathlib.Path(workdir, "lock"), f"process {os.getpid()} on {socket.gethostname()}, {_now()}"
+    if distributed.process_index():
+        _await(path, distributed.from_first(note, "lock"))
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")  # noqa: SIM115 (open for as long as the lock is held)
+    except OSError as error:
+        raise UserError(f"cannot use {workdir}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"another trainer is at work in {workdir} ({file.read().strip() or 'it has just begun'}); "
+                            "stop it or use another --workdir") from None
+        except OSError as error:
+            logging.warning("two trainers at once would go unnoticed: %s cannot be locked (%s)", path, error.strerror)
+        file.truncate(0)
+        file.write(note)
+        file.flush()
+        distributed.from_first(note, "lock")
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def _await(path, content):
+    deadline = time.monotonic() + _SEEN_WITHIN
+    while not path.exists() or path.read_text() != content:
+        if time.monotonic() > deadline:
+            raise UserError(f"process {distributed.process_index()} does not see in {path.parent} what process 0 has "
+                            "written there: the workdir must be on a file system that all hosts share")
+        time.sleep(0.1)
+
+
+def mark_preempted(workdir, step, signal):
+    """Leaves workdir/preempted.json, which says that the run was stopped by a signal and saved at `step`."""
+    _write(pathlib.Path(workdir, "preempted.json"), {"step": step, "signal": signal, "time": _now()})
+
+
+def read_preempted(workdir):
+    """{"step", "signal", "time"} of the last stop by a signal; None if there was none since the last start."""
+    return _read(pathlib.Path(workdir, "preempted.json"))
+
+
+def clear_preempted(workdir):
+    """Removes workdir/preempted.json, if it is there."""
+    pathlib.Path(workdir, "preempted.json").unlink(missing_ok=True)
+
+
+def _now():
+    return datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+
+
+def _differences(there, here, leave_out=lambda name: False):
+    return ", ".join(f"{name} ({there.get(name)!r} there, {here.get(name)!r} here)"
+                     for name in sorted(there.keys() | here.keys())
+                     if there.get(name) != here.get(name) and not leave_out(name))
 
 
 def write_config(workdir, config):
@@ -60,13 +143,7 @@ def write_config(workdir, config):
 
 def read_corpus(workdir):
     """{"documents", "tokenizer"}: hashes of what the run in `workdir` learns from; None before its first start."""
-    path = pathlib.Path(workdir, "corpus.json")
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    return _read(pathlib.Path(workdir, "corpus.json"))
 
 
 def check_corpus(workdir, corpus):
@@ -85,6 +162,16 @@ def check_corpus(workdir, corpus):
 def write_corpus(workdir, corpus):
     """Writes workdir/corpus.json, whole or not at all; makes the folder. Argument as of `check_corpus`."""
     _write(pathlib.Path(workdir, "corpus.json"), corpus)
+
+
+def _read(path):
+    """What a JSON file holds; None where there is none."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
 
 
 def _write(path, value):

@@ -6,12 +6,13 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Lower numbers know nothing of higher ones. `partitioning` and `cli` are leaves that everything above ops may use.
+# Lower numbers know nothing of higher ones. `partitioning`, `distributed` and `cli` are leaves for everything above ops.
 LEVELS = {
     "pallas_kernels": 0,
     "cubit_jax.ops": 1,
     "cubit_jax.partitioning": 2,
     "cubit_jax.cli": 2,
+    "cubit_jax.distributed": 2,
     "cubit_jax.layers": 3,
     "cubit_jax.model": 4,
     "cubit_jax": 5,

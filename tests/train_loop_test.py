@@ -4,12 +4,14 @@ import json
 import shutil
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from cubit_jax import metrics
 from cubit_jax.checkpoint import Checkpoints, SaveError
 from cubit_jax.cli import UserError
+from cubit_jax.progress import Trace
 from cubit_jax.train_loop import Loop, flatten_diagnostics
 
 
@@ -30,7 +32,7 @@ def make_loop(config, folder, *, batches=None, bad=(), **changes):
     """A loop whose parameter is the sum of the batches seen; the steps in `bad` count as skipped."""
     checkpoints = Checkpoints(folder, config.keep_checkpoints)
     batches = batches or Batches()
-    stop = types.SimpleNamespace(name=None)
+    stop = types.SimpleNamespace(name=None, at=lambda step: stop.name)
 
     def step_fn(state, batch):
         step = int(state["step"]) + 1
@@ -45,7 +47,8 @@ def make_loop(config, folder, *, batches=None, bad=(), **changes):
         "diagnostics_fn": lambda params, batch: {"layers/block_0/mixer/ridge_min": jnp.ones(2)},
         "evaluate": lambda params: {"eval/loss": float(params["sum"])}, "put": lambda batch: batch, "batches": batches,
         "data_state": lambda: json.dumps({"position": batches.position}).encode(), "checkpoints": checkpoints,
-        "writers": metrics.open_writers(folder, 0), "stop": stop, "flops_per_token": 1.0, **changes})
+        "writers": metrics.open_writers(folder, 0), "stop": stop,
+        "trace": Trace(folder / "profile", **config.profile), "flops_per_token": 1.0, **changes})
 
 
 def initial():
@@ -158,6 +161,29 @@ def test_folder_lost_while_training_ends_the_run_at_the_next_save(config, tmp_pa
     with pytest.raises(SaveError, match="cannot write a checkpoint"):
         loop.run(initial())
     assert max(lines(tmp_path)) == 10  # the step whose save failed
+
+
+@pytest.mark.parametrize("num_steps, traced", [(7, 2), (2, 1)])
+def test_profile_holds_the_steps_asked_for(config, tmp_path, capsys, num_steps, traced):
+    """Whole, and cut off by the end of the run; nothing is traced otherwise."""
+    config.update(num_steps=num_steps, profile={"first_step": 2, "num_steps": 2})
+    loop = make_loop(config, tmp_path)
+    step_fn = loop.step_fn
+
+    def named(state, batch):
+        with jax.profiler.TraceAnnotation(f"batch {batch}"):
+            return step_fn(state, batch)
+    loop.step_fn = named
+    loop.run(initial())
+    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    assert [batch for batch in range(1, num_steps + 1) if b"batch %d" % batch in content] == [2, 3][:traced]
+    assert ("profile     of steps 2 to 3 in " in capsys.readouterr().out) == (traced == 2)
+
+
+def test_nothing_is_profiled_by_default(config, tmp_path):
+    make_loop(config, tmp_path).run(initial())
+    assert not (tmp_path / "profile").exists()
 
 
 def test_diagnostics_of_a_pattern_of_mixers_are_named_by_layer():

@@ -83,9 +83,11 @@ def get_config(size="125m"):
     data.num_workers = 0  # grain worker processes that tokenize; the stream does not depend on it
 
     config.mesh = mesh = ml_collections.ConfigDict()  # sizes of the device mesh; -1 is whatever is left
+    # The state takes 12 bytes a parameter and gradients 4: whole on each device while that is a small part of 16 GB.
+    whole = size != "1p3b"
     mesh.replica = 1
-    mesh.data = -1
-    mesh.fsdp = 1
+    mesh.data = -1 if whole else 1
+    mesh.fsdp = 1 if whole else -1
     mesh.tensor = 1
     mesh.context = 1
     return config

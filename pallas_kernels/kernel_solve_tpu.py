@@ -200,7 +200,7 @@ def _sizes(block_size, length, num_heads, head_dim, precise):
         return block_size, dims[0]
     if block_size is not None and (block_size < LANES or block_size % LANES):
         raise NotImplementedError(f"the TPU kernel takes a {block_size=} that is a multiple of {LANES}")
-    device_kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+    device_kind = _device_kind()
     try:
         return BlockSizes.best(device_kind, length, num_heads, dims[0], precise, block_size), dims[0]
     except NotImplementedError:
@@ -208,6 +208,14 @@ def _sizes(block_size, length, num_heads, head_dim, precise):
             raise
     # Two heads of 64 share a register; where both do not fit, one alone may.
     return BlockSizes.best(device_kind, length, num_heads, LANES, precise, block_size), LANES
+
+
+def _device_kind():
+    """Of the mesh in use, whose devices need not be here, or of this process's TPU; "" where neither is known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "tpu":
+        return device.device_kind
+    return jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

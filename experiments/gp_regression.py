@@ -2,6 +2,7 @@
 
     python -m experiments.gp_regression --quick     # two seeds, few steps: a minute or two, too little to decide
     python -m experiments.gp_regression             # at most 30 minutes on two CPU cores
+    python -m experiments.gp_regression             # stopped? the same command keeps the models that were finished
 
 A sequence is one function drawn from a Gaussian process (RBF kernel) at random points. A token holds the next point
 and the last (point, noisy value); the model predicts the value there, as in arXiv 2605.07588's regression experiment.
@@ -12,11 +13,12 @@ Prints RMSE against the noiseless function with 95 % confidence intervals over s
 differences; writes OUTPUT.json and OUTPUT.png. "exact" is the posterior mean of the process, which no model beats.
 """
 
-import functools
 import itertools
 import json
 import math
+import os
 import pathlib
+import platform
 import time
 
 import jax
@@ -32,7 +34,8 @@ from cubit_jax.layers import CEMMLP, Attention, CEMAttention, GatedMLP
 
 LENGTH_SCALE, NOISE, EXTENT = 0.5, 0.1, 2.0  # of the process; points are uniform in (-EXTENT, EXTENT)
 NUM_POINTS = 32
-NUM_LAYERS, MODEL_DIM, NUM_HEADS, HEAD_DIM, MLP_DIM = 2, 48, 4, 16, 96
+# One layer, so that recursion is the only depth.
+NUM_LAYERS, MODEL_DIM, NUM_HEADS, HEAD_DIM, MLP_DIM = 1, 48, 4, 16, 96
 # Student's t at 97.5 %, by degrees of freedom.
 _T_QUANTILE = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -41,8 +44,8 @@ def define_flags():
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_list("recursions", ["1", "2", "4", "8"], "Values of T.")
     flags.DEFINE_integer("seeds", 5, "Models of each kind.", lower_bound=2, upper_bound=10)
-    flags.DEFINE_integer("steps", 3000, "Updates of each model.", lower_bound=1)
-    flags.DEFINE_integer("batch", 32, "Functions an update.", lower_bound=1)
+    flags.DEFINE_integer("steps", 2500, "Updates of each model.", lower_bound=1)
+    flags.DEFINE_integer("batch", 16, "Functions an update.", lower_bound=1)
     flags.DEFINE_integer("test_functions", 2000, "Functions that RMSE is measured on.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 2e-3, "Peak; warm-up over the first tenth, then cosine.", lower_bound=0.0)
     flags.DEFINE_boolean("quick", False, "Two seeds, 150 steps, T = 1 and 2: does it run?")
@@ -54,6 +57,7 @@ class Regressor(nn.Module):
 
     recursions: int | None
 
+    # The dense reference of the ops is the fastest for so few points.
     @nn.compact
     def __call__(self, tokens):
         x = nn.Dense(MODEL_DIM, name="embed")(tokens)
@@ -65,8 +69,8 @@ class Regressor(nn.Module):
 
     def _mixer(self, name):
         if self.recursions is None:  # four matrices of half the heads' width are as large as two
-            return Attention(NUM_HEADS, HEAD_DIM // 2, name=name)
-        return CEMAttention(NUM_HEADS, HEAD_DIM, num_recursions=self.recursions, name=name)
+            return Attention(NUM_HEADS, HEAD_DIM // 2, implementation="reference", name=name)
+        return CEMAttention(NUM_HEADS, HEAD_DIM, num_recursions=self.recursions, implementation="reference", name=name)
 
     def _mlp(self, name):
         if self.recursions is None:  # three matrices of two thirds of the width
@@ -91,19 +95,24 @@ def draw(key, count):
     return jnp.stack([x, *before], axis=-1), y, f, exact
 
 
-def train(model, *, seeds, steps, batch, learning_rate):
-    """One model's parameters a seed, trained side by side, and their mean losses in the last tenth of the steps."""
+def make_train(model, *, batch, steps, learning_rate):
+    """start: seeds -> carry, and advance: (carry, first, last) -> (carry, mean loss of steps first .. last - 1).
+
+    One model a seed, trained side by side; carry[0] holds their parameters.
+    """
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(steps // 10, 1), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=1e-3))
 
-    @functools.partial(jax.jit, static_argnums=1)
-    @functools.partial(jax.vmap, in_axes=(0, None))
-    def run(seed, steps):
+    def start(seed):
         init_key, data_key = jax.random.split(jax.random.key(seed))
         params = model.init(init_key, jnp.zeros((1, NUM_POINTS, 4)))
+        return params, optimizer.init(params), data_key
 
-        def update(carry, step):
-            params, state = carry
+    def advance(carry, first, last):
+        params, state, data_key = carry
+
+        def update(step, carry):
+            params, state, sum_of_losses = carry
             tokens, y, _, _ = draw(jax.random.fold_in(data_key, step), batch)
 
             def loss(params):
@@ -111,12 +120,25 @@ def train(model, *, seeds, steps, batch, learning_rate):
 
             value, gradient = jax.value_and_grad(loss)(params)
             change, state = optimizer.update(gradient, state, params)
-            return (optax.apply_updates(params, change), state), value
+            return optax.apply_updates(params, change), state, sum_of_losses + value
 
-        (params, _), losses = jax.lax.scan(update, (params, optimizer.init(params)), jnp.arange(steps))
-        return params, jnp.mean(losses[-max(steps // 10, 1):])
+        params, state, sum_of_losses = jax.lax.fori_loop(first, last, update, (params, state, 0.0))
+        return (params, state, data_key), sum_of_losses / (last - first)
 
-    return run(jnp.arange(seeds), steps)
+    return jax.jit(jax.vmap(start)), jax.jit(jax.vmap(advance, in_axes=(0, None, None)))
+
+
+def train(name, model, *, seeds, steps, batch, learning_rate):
+    """The parameters of one model a seed, and their mean losses in the last tenth of the steps; says how it goes."""
+    start, advance = make_train(model, batch=batch, steps=steps, learning_rate=learning_rate)
+    carry = start(jnp.arange(seeds))
+    begin = time.perf_counter()
+    for tenth in range(min(10, steps)):
+        first, last = (steps * n // min(10, steps) for n in (tenth, tenth + 1))
+        carry, losses = advance(carry, first, last)
+        print(f"{name:<18} step {last:>{len(str(steps))}} of {steps}   loss {float(jnp.mean(losses)):.4f}   "
+              f"{(time.perf_counter() - begin) * (steps - last) / last:.0f} s left", flush=True)
+    return carry[0], losses
 
 
 def rmse_by_position(model, params, test):
@@ -146,27 +168,58 @@ def parameter_count(model):
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def experiment(recursions, *, seeds, steps, batch, test_functions, learning_rate):
-    """Trains and measures all models; returns what goes to the JSON file."""
+def experiment(recursions, path, **settings):
+    """Trains and measures all models; returns what goes to the JSON file at `path`.
+
+    A model's numbers are written as soon as they are known, and those already there are kept: a run that was stopped
+    goes on where it was. Raises UserError for a file of other settings.
+    """
     models = {"softmax attention": Regressor(None)} | {f"CEM T={t}": Regressor(t) for t in recursions}
-    test = jax.jit(draw, static_argnums=1)(jax.random.key(2**31 - 1), test_functions)
+    results = finished(path, settings)
+    test = jax.jit(draw, static_argnums=1)(jax.random.key(2**31 - 1), settings["test_functions"])
     exact = np.sqrt(np.mean(np.square(np.asarray(test[3]) - np.asarray(test[2])), axis=0))
-    results = {}
     for name, model in models.items():
-        begin = time.perf_counter()
-        params, loss = train(model, seeds=seeds, steps=steps, batch=batch, learning_rate=learning_rate)
-        by_position = rmse_by_position(model, params, test)
-        mean, half = interval(total(by_position))
-        results[name] = {"parameters": parameter_count(model), "rmse": mean, "half_width": half,
-                         "rmse_by_seed": total(by_position).tolist(), "train_loss_by_seed": np.asarray(loss).tolist(),
-                         "rmse_by_position": by_position.mean(axis=0).tolist(),
-                         "seconds": time.perf_counter() - begin}
-        print(f"{name:<18} {results[name]['parameters']:>8,} parameters   RMSE {mean:.4f} ± {half:.4f}   "
-              f"{results[name]['seconds']:.0f} s", flush=True)
-    print(f"{'exact':<18} {'':>8}              RMSE {float(total(exact)):.4f}")
-    return {"results": results, "exact": float(total(exact)), "exact_by_position": exact.tolist(),
-            "differences": differences(results, recursions), "seeds": seeds, "steps": steps, "batch": batch,
-            "learning_rate": learning_rate, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        if name not in results:
+            begin = time.perf_counter()
+            params, loss = train(name, model, **{k: v for k, v in settings.items() if k != "test_functions"})
+            by_position = rmse_by_position(model, params, test)
+            mean, half = interval(total(by_position))
+            results[name] = {
+                "parameters": parameter_count(model), "rmse": mean, "half_width": half,
+                "rmse_by_seed": total(by_position).tolist(), "train_loss_by_seed": np.asarray(loss).tolist(),
+                "rmse_by_position": by_position.mean(axis=0).tolist(), "seconds": time.perf_counter() - begin}
+            path.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+    results = {name: results[name] for name in models}
+    record = {"settings": settings, "results": results, "exact": float(total(exact)),
+              "exact_by_position": exact.tolist(), "differences": differences(results, recursions),
+              "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores", "jax": jax.__version__,
+              "python": platform.python_version()}
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return record
+
+
+def finished(path, settings):
+    """{name: numbers} of the models that an earlier run with these settings has finished."""
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+        results = record["results"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise cli.UserError(f"{path} is not a file of this program ({error}): choose another --output") from error
+    if record["settings"] != settings:
+        raise cli.UserError(f"{path} holds results of other settings, {record['settings']}: choose another --output")
+    print(f"{path}: kept {', '.join(results)}", flush=True)
+    return results
+
+
+def table(record):
+    """The lines of a Markdown table: a model, its parameters, its RMSE."""
+    yield "| model | parameters | RMSE, 95 % interval | seconds |"
+    yield "| --- | --- | --- | --- |"
+    for name, r in record["results"].items():
+        yield f"| {name} | {r['parameters']:,} | {r['rmse']:.4f} ± {r['half_width']:.4f} | {r['seconds']:.0f} |"
+    yield f"| exact posterior | | {record['exact']:.4f} | |"
 
 
 def differences(results, recursions):
@@ -226,9 +279,8 @@ def main():
         recursions, settings = [1, 2], settings | {"seeds": 2, "steps": 150, "test_functions": 200}
     output = pathlib.Path(values.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    record = experiment(recursions, **settings)
-    print(*conclusion(record["differences"]), sep="\n")
-    output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+    record = experiment(recursions, output.with_suffix(".json"), **settings)
+    print(*table(record), *conclusion(record["differences"]), sep="\n")
     plot(record, output.with_suffix(".png"))
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cubit_jax.cli import UserError
 from experiments import gp_regression
 
 
@@ -47,17 +48,51 @@ def test_conclusion_says_what_the_intervals_allow():
     assert [line.split(", ")[1] for line in lines] == ["lower RMSE", "higher RMSE", "undecided"]
 
 
-def test_a_short_run_measures_plots_and_learns(tmp_path, monkeypatch):
+@pytest.fixture
+def small(monkeypatch):
     for name, value in {"NUM_POINTS": 8, "NUM_LAYERS": 1, "MODEL_DIM": 8, "MLP_DIM": 12, "NUM_HEADS": 2,
                         "HEAD_DIM": 4}.items():
         monkeypatch.setattr(gp_regression, name, value)
-    record = gp_regression.experiment([1, 2], seeds=2, steps=300, batch=16, test_functions=100, learning_rate=1e-2)
-    assert set(record["results"]) == {"softmax attention", "CEM T=1", "CEM T=2"}
+
+
+def test_a_short_run_measures_plots_and_learns_and_goes_on(small, tmp_path, monkeypatch, capsys):
+    settings = {"seeds": 2, "steps": 300, "batch": 16, "test_functions": 100, "learning_rate": 1e-2}
+    path = tmp_path / "gp.json"
+
+    # Stopped as the last model begins: the two before it are on disk and are not trained again.
+    make = gp_regression.make_train
+    made = []
+
+    def make_or_stop(model, **options):
+        if model.recursions == 2 and not made:
+            made.append(model)
+            raise KeyboardInterrupt
+        return make(model, **options)
+
+    monkeypatch.setattr(gp_regression, "make_train", make_or_stop)
+    with pytest.raises(KeyboardInterrupt):
+        gp_regression.experiment([1, 2], path, **settings)
+    before = json.loads(path.read_text())["results"]
+    assert set(before) == {"softmax attention", "CEM T=1"}
+    capsys.readouterr()
+
+    record = gp_regression.experiment([1, 2], path, **settings)
+    printed = capsys.readouterr().out
+    assert "kept softmax attention, CEM T=1" in printed and printed.count(" s left") == 10
+    assert json.loads(path.read_text()) == json.loads(json.dumps(record))
+    assert {name: record["results"][name] for name in before} == before
+    assert set(record["results"]) == {*before, "CEM T=2"}
     assert set(record["differences"]) == {"T=1 to T=2"}
     for result in record["results"].values():
         # Predicting 0 gives 1.
         assert record["exact"] < result["rmse"] < 0.95
         assert len(result["rmse_by_position"]) == 8 and len(result["rmse_by_seed"]) == 2
-    json.dumps(record)
+    assert len(list(gp_regression.table(record))) == 2 + 4
     gp_regression.plot(record, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+    with pytest.raises(UserError, match=r"results of other settings.*choose another --output"):
+        gp_regression.experiment([1, 2], path, **settings | {"steps": 301})
+    path.write_text("[]")
+    with pytest.raises(UserError, match="is not a file of this program"):
+        gp_regression.experiment([1, 2], path, **settings)

@@ -44,7 +44,7 @@ def load(flag, path):
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise cli.UserError(f"--{flag}={path}: {error}") from error
     if not callable(found):
         raise cli.UserError(f"--{flag}={path}: {name} is not a function")

@@ -21,6 +21,9 @@ UPDATE_LIMIT = 1e-10
 # A finite difference of a piecewise polynomial (relu) is limited by rounding, of a smooth function much less.
 GRADIENT_LIMIT = 1e-8
 SMALL_STEP = 1e-3
+# Everything here compiles far longer than it runs.
+_jit = functools.partial(jax.jit, compiler_options={
+    "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ def measure(case, seed=0):
     """The Result of a case, in the precision of its arrays."""
     keys = jax.random.split(jax.random.key(seed), 4)
 
-    @jax.jit
+    @_jit
     def values(params, h):
         direction = ops.descent_direction(lambda x: case.energy(params, x, h))
         update, expected = case.update(params, h), case.minimize(params, direction, h)
@@ -100,8 +103,8 @@ def _gradient_error(case, keys):
     def loss(params, h):
         return jnp.sum(cotangent * case.update(params, h))
 
-    along = jax.jit(lambda t: loss(*jax.tree.map(lambda a, b: a + t * b, point, direction)))
-    gradient = jax.jit(jax.grad(loss, (0, 1)))(*point)
+    along = _jit(lambda t: loss(*jax.tree.map(lambda a, b: a + t * b, point, direction)))
+    gradient = _jit(jax.grad(loss, (0, 1)))(*point)
     exact = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction)))
     size, weights = (1e-2, (4 / 5, -1 / 5, 4 / 105, -1 / 280)) if case.smooth else (1e-6, (1 / 2,))
     norm = jnp.sqrt(sum(jnp.vdot(b, b) for b in jax.tree.leaves(direction)))
@@ -117,7 +120,7 @@ def _leak(case, key):
     row = length // 2
     x = case.h + jax.random.normal(key, case.h.shape, case.h.dtype)
 
-    @jax.jit
+    @_jit
     def gradients(x, h):
         return jax.grad(lambda x, h: jnp.sum(case.energy(case.params, x, h)[:, row]), (0, 1))(x, h)
 

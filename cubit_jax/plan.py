@@ -22,7 +22,7 @@ from cubit_jax.model import LanguageModel, ModelConfig, count_parameters
 from cubit_jax.ops import dispatch
 from cubit_jax.topology import GIB
 
-_FORWARD_AGAIN = {"none": 1.0, "full": 4 / 3, "dots": 1.0}  # operations, as a multiple of those without recomputation
+_FORWARD_AGAIN = {"none": 1.0, "full": 4 / 3, "dots": 1.0}  # of operations, with what remat repeats
 
 
 def define_flags():
@@ -38,8 +38,9 @@ def define_flags():
 class Plan:
     """What is known of a run before it starts. Bytes are those of one device; a step is one update.
 
-    parameters, optimizer: bytes of the state. peak: bytes at the fullest moment, everything included; what is missing,
-    if the run does not fit. available: what the compiler lets a program use. temporary: None where it did not compile.
+    parameters, optimizer: bytes of the state. peak: bytes that the program reserves: state, batch, temporaries, code;
+    where the compiler refused, those it says it needs; where the state alone is too much, the state. available: what
+    the compiler lets a program use. temporary: None where it did not compile.
     flops: of the model a step, all devices together (metrics.flops_per_token). flops_executed: with what remat computes
     again, the forward pass once more for "full"; "dots" computes little again, which is not counted. seconds_at_peak:
     flops_executed at the devices' peak, and nothing else: no step can be faster. None where the peak is not known.
@@ -152,8 +153,11 @@ def _compile(config, target, num_slices):
             return plan
         plan.compile_seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
-    plan.peak, plan.temporary = memory.peak_memory_in_bytes, memory.temp_size_in_bytes
-    plan.fits = plan.peak <= plan.available
+    plan.temporary = memory.temp_size_in_bytes
+    # Not peak_memory_in_bytes, which is smaller than what is reserved, and on a CPU leaves the temporaries out.
+    plan.peak = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+                 + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
+    plan.fits = target.platform == "tpu" or plan.peak <= plan.available  # for a TPU the compiler has refused otherwise
     slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     found, plan.unknown_loops = traffic(compiled.as_text(), slices)
     plan.collectives = {name: dataclasses.asdict(value) for name, value in found.items()}
@@ -206,16 +210,15 @@ def _required(error):
 
 def describe(plan):
     """The plan as text of some lines."""
-    memory = [("parameters", plan.parameters), ("optimizer state", plan.optimizer), ("temporary", plan.temporary),
-              ("peak", plan.peak)]
+    memory = [("parameters", plan.parameters), ("optimizer state", plan.optimizer), ("temporary", plan.temporary)]
     lines = [
         f"topology    {_where(plan)}: {plan.num_devices} x {plan.device_kind}, mesh {_mesh(plan.mesh)}",
         f"run         {', '.join(f'{name}={value}' for name, value in plan.settings.items())}",
         f"model       {plan.num_parameters:,} parameters; "
         + ", ".join(f"{op}: {' and '.join(names)}" for op, names in plan.implementations.items()),
         f"compiled    in {plan.compile_seconds:.0f} s by {plan.compiler}",
-        "memory      a device: " + ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory)
-        + f" GiB of {plan.available / GIB:.2f}: it fits",
+        "memory      a device: " + ", ".join(f"{name} {_size(size)}" for name, size in memory)
+        + f"; peak {plan.peak / GIB:.2f} GiB of {plan.available / GIB:.2f}: it fits",
         f"compute     a step: {plan.flops:.3g} FLOPs of the model (closed form, 2 a multiply-add, causal half of "
         f"L x L), {plan.flops_executed:.3g} with recomputation",
     ]

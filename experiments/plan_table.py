@@ -1,0 +1,138 @@
+"""What fits where? The shipped sizes and lengths on slices of TPUs, by cubit_jax.plan; writes docs/plan.md.
+
+    python -m experiments.plan_table                       # every row that is not yet in docs/plan.jsonl: hours
+    python -m experiments.plan_table --minutes=30          # as many as there is time for; the next call goes on
+    python -m experiments.plan_table --rows=cubit:1p3b/8192/v5p:4x4x8 --again
+    python -m experiments.plan_table --minutes=0           # writes the table anew from the rows that there are
+
+Each row compiles in a process of its own and is a line of docs/plan.jsonl as soon as it is known: killing this program
+loses one row. A row whose shipped settings do not fit shows the nearest ones that do, compiled as well.
+"""
+
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl import app, flags
+
+ROOT = pathlib.Path(__file__).parents[1]
+GIB, MIB = 2**30, 2**20
+SLICES = {
+    "v5e": ("2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "v5p": ("2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8"),
+    "v6e": ("2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+}
+SIZES = ("125m", "350m", "1p3b")
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+
+_ROWS = flags.DEFINE_list("rows", None, "Rows FAMILY:SIZE/LENGTH/TOPOLOGY; without it those named in this file.")
+_MINUTES = flags.DEFINE_float("minutes", None, "No row is begun later than this.")
+_AGAIN = flags.DEFINE_bool("again", False, "Compile rows, too, that are known already.")
+_TRIES = flags.DEFINE_integer("tries", 2, "As for cubit_jax.plan.")
+_STORE = flags.DEFINE_string("store", str(ROOT / "docs" / "plan.jsonl"), "The rows, a JSON object a line.")
+_TABLE = flags.DEFINE_string("table", str(ROOT / "docs" / "plan.md"), "The table, after the line that begins it.")
+_BEGIN = "<!-- rows of docs/plan.jsonl, by experiments/plan_table.py -->\n"
+
+
+def rows():
+    """Every (family:size, length, topology), the most asked for first: whole pods, then small slices, then the rest."""
+    def all_of(sizes, lengths, topologies):
+        return [(f"cubit:{size}", length, name) for name, size, length in itertools.product(topologies, sizes, lengths)]
+
+    first = all_of(SIZES, (2048, 8192), ("v5e:16x16", "v5p:4x4x8"))
+    small = all_of(SIZES, (2048,), ("v5e:2x4", "v6e:2x4", "v5p:2x2x2"))
+    ends = all_of(("1p3b",), (8192,), ("v6e:16x16", "v5p:2x2x2", "v6e:2x4", "v5e:4x4"))
+    rest = all_of(SIZES, LENGTHS, [f"{chip}:{shape}" for chip, shapes in SLICES.items() for shape in shapes])
+    return list(dict.fromkeys(first + small + ends + rest))
+
+
+def make(name, length, topology):
+    """One row: the plan as cubit_jax.plan gives it, or the error that ended it."""
+    row = {"config": name, "seq_len": length, "topology": topology}
+    family, _, size = name.partition(":")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder) / "plan.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "cubit_jax.plan", f"--config=configs/{family}.py:{size}",
+             f"--config.seq_len={length}", f"--topology={topology}", f"--tries={_TRIES.value}", f"--json={output}"],
+            cwd=ROOT, capture_output=True, text=True)
+        if output.exists():
+            return row | {"seconds": round(time.monotonic() - start), "plan": json.loads(output.read_text())}
+    return row | {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
+
+
+def line(row):
+    """The row in Markdown."""
+    cells = [row["config"], row["topology"], f"{row['seq_len']}"]
+    if "error" in row:
+        return f"| {' | '.join(cells)} | {row['error']} | | | | | | |"
+    plan = row["plan"]
+    mesh = " ".join(f"{name}={size}" for name, size in plan["mesh"].items() if size > 1)
+    state = (plan["parameters"] + plan["optimizer"]) / GIB
+    fits = f"{plan['peak'] / GIB:.2f} of {plan['available'] / GIB:.2f}"
+    if not plan["fits"]:
+        fits = f"**no**: {fits}"
+        if plan["suggestion"]:
+            how = "compiled" if plan["suggestion_compiled"] else "estimated"
+            values = ", ".join(f"{name}={value}" for name, value in plan["suggestion"].items())
+            fits += f"; {plan['suggestion_peak'] / GIB:.2f} with {values} ({how})"
+    sent = "; ".join(f"{kind} {value['sent'] / MIB:,.0f}" for kind, value in (plan["collectives"] or {}).items())
+    lowest = f"{plan['seconds_at_peak'] * 1e3:,.1f}" if plan["seconds_at_peak"] else ""
+    seconds = f"{plan['compile_seconds']:.0f}" if plan["compile_seconds"] else ""
+    cells += [mesh, f"{state:.2f}", fits, f"{plan['flops']:.2e}", lowest, sent, seconds]
+    return f"| {' | '.join(cells)} |"
+
+
+def write_table(known):
+    """docs/plan.md, whose text before the table stays."""
+    path = pathlib.Path(_TABLE.value)
+    text = path.read_text().partition(_BEGIN)[0] if path.exists() else ""
+    titles = ["config", "topology", "L", "mesh", "state GiB", "peak GiB", "FLOPs a step", "ms at peak",
+              "MiB a device sends a step", "compile s"]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    order = {key: i for i, key in enumerate(itertools.product(
+        (f"{chip}:{shape}" for chip, shapes in SLICES.items() for shape in shapes), SIZES, LENGTHS))}
+
+    def place(row):
+        return order.get((row["topology"], row["config"].partition(":")[2], row["seq_len"]), len(order))
+
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text + _BEGIN + "\n".join(lines + [line(row) for row in sorted(known.values(), key=place)]) + "\n")
+
+
+def main(arguments):
+    if len(arguments) > 1:
+        raise app.UsageError(f"unexpected argument {arguments[1]}")
+    store = pathlib.Path(_STORE.value)
+    store.parent.mkdir(exist_ok=True)
+    known = {}
+    for text in store.read_text().splitlines(keepends=True) if store.exists() else ():
+        if not text.endswith("\n"):  # a killed process
+            continue
+        row = json.loads(text)
+        known[row["config"], row["seq_len"], row["topology"]] = row
+    wanted = rows()
+    if _ROWS.value:
+        parts = [name.split("/") for name in _ROWS.value]
+        wanted = [(config, int(length), topology) for config, length, topology in parts]
+    start = time.monotonic()
+    for key in wanted:
+        if _MINUTES.value is not None and time.monotonic() - start >= 60 * _MINUTES.value:
+            break
+        if key in known and "plan" in known[key] and not _AGAIN.value:
+            continue
+        known[key] = row = make(*key)
+        with store.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        write_table(known)
+        print(line(row), flush=True)
+    write_table(known)
+
+
+if __name__ == "__main__":
+    app.run(main)

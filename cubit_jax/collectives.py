@@ -35,8 +35,10 @@ class Traffic:
 def traffic(text, slices):
     """({kind: Traffic} of the kinds that occur, the names of loops whose length is not known).
 
-    A loop counts as many times as its condition or its annotation tells, a loop of unknown length once; all branches of
-    a conditional count. An all-reduce whose devices keep only their part of the sum counts as a reduce-scatter.
+    A loop counts as many times as its condition or its annotation tells, one of unknown length once; all branches of a
+    conditional count. An all-reduce whose devices keep only their part of the sum counts as a reduce-scatter. What
+    the TPU compiler spreads over several fusions, also inside a loop, to run beside other work, stands in each of them
+    with one channel, and counts once.
 
     Args:
       text: of a program after compilation, HLO.
@@ -45,10 +47,14 @@ def traffic(text, slices):
     entry, computations = _computations(text)
     result, unknown = {}, []
 
-    def walk(name, times, scattered):
+    def walk(name, times, scattered, seen):
         for label, shape, operation, rest in computations.get(name, ()):
             kind = operation.removesuffix("-start")
             if kind in KINDS and not operation.endswith(("-done", "-update")):
+                channel = re.search(r"channel_id=(\d+)", rest)
+                if channel and (kind, channel[1]) in seen:
+                    continue
+                seen.add((kind, channel and channel[1]))
                 count, spans = _group(kind, rest, slices)
                 size = _bytes(shape, operation)
                 if scattered and kind == "all-reduce":
@@ -63,14 +69,14 @@ def traffic(text, slices):
                 trips = _trip_count(rest, computations.get(condition, ()))
                 if trips is None:
                     unknown.append(label)
-                walk(body, times * (1 if trips is None else trips), False)
+                walk(body, times * (1 if trips is None else trips), False, set(seen))
             elif not operation.endswith(("-done", "-update")):
                 branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
                 called = _CALLED.findall(rest) + re.findall(r"[\w.\-]+", branches[1] if branches else "")
                 for inner in called:
-                    walk(inner, times, "all-reduce-scatter" in label or "all-reduce-scatter" in inner)
+                    walk(inner, times, "all-reduce-scatter" in label or "all-reduce-scatter" in inner, seen)
 
-    walk(entry, 1, False)
+    walk(entry, 1, False, set())
     return {kind: result[kind] for kind in KINDS if kind in result}, unknown
 
 
@@ -104,7 +110,7 @@ def _trip_count(attributes, condition):
 def _bytes(shape, operation):
     """Bytes of a result. An operation that has only started has its operands in the tuple, too, and scalars."""
     parts = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    if operation in ("all-gather-start", "collective-permute-start"):
+    if operation in ("all-gather-start", "reduce-scatter-start", "collective-permute-start"):
         parts = [part for part in parts if part != ("u32", "")]
         parts = parts[len(parts) // 2:]
     return sum(math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) for dtype, dims in parts) / 8

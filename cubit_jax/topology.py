@@ -14,13 +14,13 @@ from cubit_jax.cli import UserError
 GIB = 2**30
 # What the TPU compiler lets one program use of a device's memory: the limit that its message names when it runs out.
 TPU_MEMORY = {"v4": 15.25, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
+# Device kind, GiB of memory, compute capability, cores, bytes of shared memory a block may have, bytes a second, GHz,
+# MiB of L2 cache: by the data sheets. The compiler chooses by them, except for the memory.
 _GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 80, (8, 0), 108, 166_912, 2.04e12, 1.41, 40),
-    "h100": ("NVIDIA H100 80GB HBM3", 80, (9, 0), 132, 232_448, 3.35e12, 1.98, 50),
-    "h200": ("NVIDIA H200", 141, (9, 0), 132, 232_448, 4.8e12, 1.98, 50),
+    "a100": ("NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 108, 166_912, 2.04e12, 1.41, 40),
+    "h100": ("NVIDIA H100 80GB HBM3", 79.1, (9, 0), 132, 232_448, 3.35e12, 1.98, 50),
+    "h200": ("NVIDIA H200", 139.8, (9, 0), 132, 232_448, 4.8e12, 1.98, 50),
 }
-# As the data sheets have it; the driver and the collectives' buffers take some more than what is left here.
-_GPU_SHARE = 0.92
 _GPUS_PER_HOST = 8
 KNOWN = ("v5e:2x4, 4x4, 4x8, 8x8, 8x16, 16x16; v6e: the same; v5p:2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, "
          "8x8x8; v4: the same as v5p; tpu7x:2x2x1, 2x2x2, 2x2x4, 4x4x4; gpu:a100x8, gpu:h100x8, gpu:h200x8 (x16, x24: "
@@ -53,6 +53,8 @@ def prepare():
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     }.items():
         os.environ.setdefault(name, value)
+    # Kernels cannot be timed to choose among them.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
 
 def open_topology(name, num_slices=1):
@@ -97,7 +99,7 @@ def _gpus(name, shape, num_slices):
         shared_memory_per_core: {shared + 1024} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
         block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
         memory_bandwidth: {int(bandwidth)} l2_cache_size: {cache * 2**20} clock_rate_ghz: {clock}
-        device_memory_size: {int(memory * 1e9)} shared_memory_per_block_optin: {shared}
+        device_memory_size: {int(memory * GIB)} shared_memory_per_block_optin: {shared}
         cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
         registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
         platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 12 minor: 9 }}
@@ -107,7 +109,8 @@ def _gpus(name, shape, num_slices):
             "", "cuda", target_config=target, topology=f"1x{hosts}x{count // hosts}").devices
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
         raise UserError(f"--topology={name}: {plugin} cannot compile for it: {_first_line(error)}") from error
-    return Topology(name, "gpu", devices, int(memory * 1e9 * _GPU_SHARE), plugin)
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))  # what JAX takes of a GPU
+    return Topology(name, "gpu", devices, int(memory * GIB * share), plugin)
 
 
 def _cuda_plugin():

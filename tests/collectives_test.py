@@ -45,6 +45,7 @@ ENTRY %main (a.1: f32[16,8]) -> f32[] {
   %fused = f32[2,8] fusion(%a.1), kind=kCustom, calls=%all-reduce-scatter.1
   %start = (f32[4,8], f32[32,8]) all-gather-start(%x), replica_groups=mesh['a'=2,'b'=4] {'a','b'}, dimensions={0}
   %done = f32[32,8] all-gather-done(%start)
+  %part.2 = ((f32[8], f32[16]), (f32[1], f32[2])) reduce-scatter-start(%x, %y), replica_groups={}, dimensions={0}
   %moved = f32[10]{0} collective-permute(%x), source_target_pairs={{0,1},{1,2},{3,4}}
   %alone = f32[10]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
   ROOT %r = f32[] constant(0)
@@ -54,7 +55,17 @@ ENTRY %main (a.1: f32[16,8]) -> f32[] {
   ROOT %true = pred[] constant(true)
 }
 
+%begin (u: f32[4]) -> f32[32] {
+  ROOT %first = f32[32] all-gather(%u), channel_id=7, replica_groups={}, dimensions={0}
+}
+
+%beside_a_product (u.1: f32[4]) -> f32[32] {
+  ROOT %second = f32[32] all-gather(%u.1), channel_id=7, replica_groups={}, dimensions={0}
+}
+
 %body2 (p.3: (s32[], f32[16,8])) -> (s32[], f32[16,8]) {
+  %one = f32[32] fusion(%u), kind=kCustom, calls=%begin
+  %two = f32[32] fusion(%u, %one), kind=kOutput, calls=%beside_a_product
   ROOT %swapped = f32[16]{0} all-to-all(%x), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
 }
 """
@@ -63,8 +74,8 @@ ENTRY %main (a.1: f32[16,8]) -> f32[] {
 def test_every_kind_by_hand_with_loops_and_groups():
     found, unknown = traffic(PROGRAM, ONE_SLICE)
     assert {kind: (value.count, value.sent) for kind, value in found.items()} == {
-        "all-gather": (12 + 1, 12 * 256 * 3 // 4 + 1024 * 7 // 8),
-        "reduce-scatter": (1, 64 * 7),
+        "all-gather": (12 + 1 + 3, 12 * 256 * 3 // 4 + 1024 * 7 // 8 + 3 * 128 * 7 // 8),
+        "reduce-scatter": (2, 64 * 7 + 12 * 7),
         "all-reduce": (12, 12 * 2 * (128 + 12) // 2),
         "all-to-all": (3, 3 * 64 // 2),
         "collective-permute": (1, 40),
@@ -78,8 +89,8 @@ def test_what_crosses_slices_goes_by_the_members_of_the_groups():
     found, _ = traffic(PROGRAM, [0] * 4 + [1] * 4)
     across = {kind: value.across for kind, value in found.items()}
     # Groups of four neighbours and of two stay inside; 0 and 4 are partners of the all-to-all; 3 sends to 4.
-    assert across == {"all-gather": 1024 * 7 // 8, "reduce-scatter": 64 * 7, "all-reduce": 0, "all-to-all": 96,
-                      "collective-permute": 40}
+    assert across == {"all-gather": (1024 + 3 * 128) * 7 // 8, "reduce-scatter": 64 * 7 + 12 * 7, "all-reduce": 0,
+                      "all-to-all": 96, "collective-permute": 40}
 
 
 @pytest.mark.parametrize("groups, crosses", [

@@ -127,8 +127,8 @@ def test_flags_name_functions(tmp_path, monkeypatch, capsys):
     assert check_energies.report(cases[:1], seed=0) == 0
     for path, message in {"my_energies": "give MODULE:FUNCTION", "my_energies:nothing": "has no attribute 'nothing'",
                           "no_such:energy": "No module named 'no_such'",
-                          "broken:energy": r"was never closed \(broken.py, line 2\)", "my_energies:constant": "not a function",
-                          "my_energies:flat": r"gives shape \(\)"}.items():
+                          "broken:energy": r"was never closed \(broken.py, line 2\)",
+                          "my_energies:constant": "not a function", "my_energies:flat": r"gives shape \(\)"}.items():
         with pytest.raises(UserError, match=message):
             check_energies.user_cases(path, None, None, 0)
     with pytest.raises(UserError, match="fails for x, h and 1 parameters"):

@@ -84,7 +84,8 @@ def test_three_uneven_pieces_of_unequal_rows(error):  # H13
 
 @pytest.mark.parametrize("mixer, options", [
     ("cubit", {"reference": "shared"}), ("cubit", {"lrr": False}), ("deltaformer", {"projection": "shared"}),
-    ("attention", {})])
+    ("attention", {}), ("cem", {"interaction": "lowrank", "num_recursions": 2}),
+    ("cem", {"interaction": "diagonal", "num_recursions": 2, "preconditioner": "diagonal_lowrank"})])
 def test_options_and_window(mixer, options, error):
     config, model, params = make((mixer,), options=options, window=4, scan_layers=False, num_layers=1)
     tokens = tokens_of(2, 12)
@@ -99,6 +100,8 @@ def test_options_and_window(mixer, options, error):
     assert error(pieces, full) <= 1e-4
     if options.get("reference") == "shared":
         assert set(cache["layers"]["layer_0"]) == {"k", "u"}
+    if mixer == "cem":  # keys, and the input where a diagonal reads it
+        assert set(cache["layers"]["layer_0"]) == ({"k"} if options["interaction"] == "lowrank" else {"k", "h"})
 
 
 def test_next_logits_are_those_of_the_last_real_token(error):

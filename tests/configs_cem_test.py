@@ -2,9 +2,12 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from configs import base, cem, transformer
+from cubit_jax.model import LanguageModel, count_parameters
 from cubit_jax.model_config import ModelConfig, expected_parameters
 
 
@@ -45,6 +48,26 @@ def test_tied_weights_halve_attention_and_take_a_third_off_the_mlp():
     assert layers("attention=attention,learn_step_size=false") == attention + mlp * 2 / 3
     assert layers("mlp=gated,interaction=shared_diagonal") == attention / 2 + mlp + 12 * (768 + 1)
     assert layers("mlp=gated,interaction=diagonal") == attention / 2 + mlp + 12 * (12 * 768 + 1)
+
+
+@pytest.mark.parametrize("variant, parameters", (  # the table of experiments/README.md
+    ("86m,attention=attention,mlp=gated", 85_340_672),
+    ("86m,mlp=gated", 79_055_372),
+    ("86m,attention=attention", 78_262_796),
+    ("86m", 71_977_496),
+    ("162m,attention=attention,mlp=gated", 162_220_800),
+    ("162m,mlp=gated,interaction=lowrank", 148_065_036),
+    ("162m,mlp=gated", 148_074_252),
+    ("162m,mlp=gated,interaction=diagonal", 148_175_628),
+    ("162m,attention=attention", 143_346_444),
+    ("162m", 129_199_896),
+    ("162m,steps=4", 129_199_896),
+    ("162m,preconditioner=diagonal_lowrank", 129_513_240),
+))
+def test_number_of_parameters_made(variant, parameters):
+    config = model_of(variant)
+    shapes = jax.eval_shape(LanguageModel(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    assert count_parameters(shapes) == expected_parameters(config) == parameters
 
 
 def test_every_option_reaches_the_model():

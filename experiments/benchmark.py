@@ -13,9 +13,11 @@ shape. "MiB" is the compiler's count of arguments, outputs and temporaries. "err
 is no time: over the first --check_rows rows, whose output and gradients later rows do not change.
 """
 
-import difflib
 import json
+import os
 import pathlib
+import platform
+import re
 
 import jax
 import matplotlib
@@ -23,6 +25,7 @@ from absl import flags
 
 from cubit_jax import cli
 from experiments import measure
+from experiments.options import known, positive_integers
 
 IMPLEMENTATIONS = ("xla", "pallas", "reference")
 NAMES = measure.OPS + measure.MIXER_NAMES
@@ -48,29 +51,19 @@ def define_flags():
     flags.DEFINE_string("output", "benchmark", "Path without ending of the .json and .png files.")
 
 
-def known(flag, values, names):
-    """`values` if all are among `names`; else a UserError with the nearest."""
-    if not values:
-        raise cli.UserError(f"--{flag} is empty: choose of {', '.join(names)}")
-    for value in values:
-        if value not in names:
-            close = difflib.get_close_matches(value, names, n=1)
-            raise cli.UserError(f"unknown --{flag}={value}: " + (
-                f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}"))
-    return list(dict.fromkeys(values))
-
-
-def positive_integers(flag, values):
-    if not values or not all(value.isdecimal() and int(value) > 0 for value in values):
-        raise cli.UserError(f"--{flag}={','.join(values)}: give positive integers with commas between")
-    return sorted({int(value) for value in values})
-
-
 def environment():
     """Where the numbers come from."""
     device = jax.devices()[0]
     versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "runtime": device.client.platform_version}
-    return {"device": device.device_kind, "platform": device.platform, "versions": versions}
+    return {"device": device.device_kind, "platform": device.platform, "processor": processor(),
+            "processor_cores": os.cpu_count(), "versions": versions}
+
+
+def processor():
+    """The name of the host's processor."""
+    info = pathlib.Path("/proc/cpuinfo")  # Linux; elsewhere what Python knows
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.processor()
 
 
 def plot(records, path):

@@ -20,7 +20,10 @@ import subprocess
 import sys
 import tempfile
 
-from absl import app, flags
+from absl import flags
+
+from cubit_jax import cli
+from experiments.options import known, positive_integers
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 CASES = ("flash", "cubit", "deltaformer", "cubit+segments", "deltaformer+segments", "cubit+window")
@@ -30,20 +33,26 @@ FLASH_SIZES = {
 }
 WINDOW = 1024
 
-_CHIPS = flags.DEFINE_list("chips", list(CHIPS), f"Chips, of {', '.join(CHIPS)}.")
-_LENGTHS = flags.DEFINE_list("lengths", ["4096"], "Sequence lengths.")
-_CASES = flags.DEFINE_list("cases", list(CASES), f"What to estimate, of {', '.join(CASES)}.")
-_PASSES = flags.DEFINE_list("passes", ["forward", "backward"], "forward, backward or both.")
-_BATCH = flags.DEFINE_integer("batch", 1, "Batch size.")
-_HEADS = flags.DEFINE_integer("heads", 8, "Number of heads.")
-_HEAD_DIM = flags.DEFINE_integer("head_dim", 128, "Head dimension.")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "bfloat16 or float32.")
-_BLOCKS = flags.DEFINE_string(
-    "blocks", None, "Our block sizes: rows,columns,heads for forward and again for backward; default: those in use."
-)
-_FLASH = flags.DEFINE_enum("flash", "default", list(FLASH_SIZES), "Which block sizes of flash attention to try.")
-_JSON = flags.DEFINE_string("json", None, "Also append every estimate to this file, one JSON object a line.")
-_TIMEOUT = flags.DEFINE_integer("timeout", 600, "Seconds that one case may take.")
+PASSES = ("forward", "backward")
+
+
+def define_flags():
+    """In a function, so that several of these programs can be imported into one process."""
+    flags.DEFINE_list("chips", list(CHIPS), f"Chips, of {', '.join(CHIPS)}.")
+    flags.DEFINE_list("lengths", ["4096"], "Sequence lengths.")
+    flags.DEFINE_list("cases", list(CASES), f"What to estimate, of {', '.join(CASES)}.")
+    flags.DEFINE_list("passes", list(PASSES), "forward, backward or both.")
+    flags.DEFINE_integer("batch", 1, "Batch size.", lower_bound=1)
+    flags.DEFINE_integer("heads", 8, "Number of heads.", lower_bound=1)
+    flags.DEFINE_integer("head_dim", 128, "Head dimension.", lower_bound=1)
+    flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Type of query, key and right side.")
+    flags.DEFINE_string(
+        "blocks", None, "Our block sizes: rows,columns,heads for forward and again for backward; default: those in use."
+    )
+    flags.DEFINE_enum("flash", "default", list(FLASH_SIZES), "Which block sizes of flash attention to try.")
+    flags.DEFINE_string("json", None, "Also append every estimate to this file, one JSON object a line.")
+    flags.DEFINE_integer("timeout", 1200, "Seconds that one case may take.", lower_bound=1)
+    flags.DEFINE_string("case", None, "For the program itself: compile this one case.")
 
 
 def compile_case(case):
@@ -115,7 +124,7 @@ def operations(text):
     return {name: int(cycles) for name, cycles in re.findall(r'%?([\w.-]+) = .*?"estimated_cycles":"(\d+)"', entry)}
 
 
-def estimate(case):
+def estimate(case, timeout):
     """{operation: cycles} of one case, or the error that ended its process."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
@@ -130,10 +139,10 @@ def estimate(case):
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=_TIMEOUT.value,
+                timeout=timeout,
             )
         except subprocess.TimeoutExpired:
-            return f"more than {_TIMEOUT.value} s"
+            return f"more than {timeout} s"
         if done.returncode:
             lines = [
                 line for line in done.stderr.splitlines() if re.search("RESOURCE_EXHAUSTED|Check failed|Error:", line)
@@ -154,19 +163,25 @@ def parts(case, cycles):
     return kernels, kernels + rest
 
 
-def main(arguments):
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]}")
-    if _CASE.value:
-        compile_case(json.loads(_CASE.value))
+def main():
+    options = flags.FLAGS
+    if options.case:
+        compile_case(json.loads(options.case))
         return
+    chips = known("chips", options.chips, CHIPS)
+    lengths = positive_integers("lengths", options.lengths)
+    passes, names = known("passes", options.passes, PASSES), known("cases", options.cases, CASES)
+    ours = None
+    if options.blocks:
+        if not re.fullmatch(r"\d+(,\d+){5}", options.blocks):
+            raise cli.UserError(f"--blocks={options.blocks}: give rows,columns,heads twice, six integers")
+        ours = [int(n) for n in options.blocks.split(",")]
     titles = f"{'kernels':>10} {'all':>10} {'kernels x':>9} {'all x':>6}"
     print(f"{'chip':6} {'L':>6} {'case':22} {'pass':9} {'blocks':22} {titles}", flush=True)
-    ours = [int(n) for n in _BLOCKS.value.split(",")] if _BLOCKS.value else None
-    for chip, length, which in itertools.product(_CHIPS.value, map(int, _LENGTHS.value), _PASSES.value):
+    for chip, length, which in itertools.product(chips, lengths, passes):
         best = None
-        for name in _CASES.value:
-            sizes = FLASH_SIZES[_FLASH.value] if name == "flash" else [ours]
+        for name in names:
+            sizes = FLASH_SIZES[options.flash] if name == "flash" else [ours]
             for blocks in sizes:
                 case = {
                     "chip": chip,
@@ -174,12 +189,12 @@ def main(arguments):
                     "pass": which,
                     "name": name,
                     "blocks": blocks,
-                    "batch": _BATCH.value,
-                    "heads": _HEADS.value,
-                    "head_dim": _HEAD_DIM.value,
-                    "dtype": _DTYPE.value,
+                    "batch": options.batch,
+                    "heads": options.heads,
+                    "head_dim": options.head_dim,
+                    "dtype": options.dtype,
                 }
-                cycles = estimate(case)
+                cycles = estimate(case, options.timeout)
                 label = ",".join(map(str, blocks)) if blocks else "in use"
                 line = f"{chip:6} {length:6} {name:22} {which:9} {label:22}"
                 if isinstance(cycles, str):
@@ -190,12 +205,11 @@ def main(arguments):
                         best = min(best or kernels, kernels)
                     ratios = f" {kernels / best:9.2f} {everything / best:6.2f}" if best else ""
                     print(f"{line} {kernels:10,} {everything:10,}{ratios}", flush=True)
-                if _JSON.value:
-                    with open(_JSON.value, "a") as file:
+                if options.json:
+                    with open(options.json, "a") as file:
                         file.write(json.dumps({**case, "cycles": cycles}) + "\n")
 
 
-_CASE = flags.DEFINE_string("case", None, "Internal: compile this one case.")
-
 if __name__ == "__main__":
-    app.run(main)
+    define_flags()
+    cli.run(main)

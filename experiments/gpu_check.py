@@ -152,7 +152,7 @@ def fla(smoke):
         import torch
         from fla.ops.deltaformer.parallel import ParallelDeltaformerFunction
     except ImportError as error:
-        write_line({"not_run": str(error)})
+        write_line({"not_run": f"{error}; pip install torch flash-linear-attention to compare with its DeltaFormer"})
         return
     for length, heads, head_dim in () if smoke else BENCHMARK[:3]:
         key, value = (torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -246,8 +246,9 @@ def main():
             works = stage["failure"] is None and stage["results"][0]["error_over_limit"] <= 1
         report["stages"][name] = stage
         output.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{name}: {stage['seconds']} s, {len(stage['results'])} results" + (
-            f", {stage['failure']}" if stage["failure"] else ""), flush=True)
+        remark = stage["failure"] or "".join(f"not run: {r['not_run']}" for r in stage["results"] if "not_run" in r)
+        print(f"{name}: {stage['seconds']} s, {len(stage['results'])} results" + (f", {remark}" if remark else ""),
+              flush=True)
     wrong = [result for stage in report["stages"].values() for result in stage["results"]
              if (result.get("error_over_limit") or 0) > 1 or not result.get("same_bits_in_every_run", True)
              or not result.get("same_bits_at_highest_precision", True)]

@@ -157,7 +157,7 @@ def kernel_solve(
         return Settings(
             length=padded_length,
             rows=rows,
-            columns=columns,
+            columns=min(columns, padded_length),
             heads=heads,
             head_dim=padded_dim,
             strict=beta is not None,

@@ -103,6 +103,7 @@ def test_program_writes_its_files(tmp_path):
     report = json.loads((tmp_path / "out.json").read_text())
     assert [record["length"] for record in report["results"]] == [16, 16, 32, 32]
     assert report["environment"]["versions"]["jax"] == jax.__version__
+    assert report["environment"]["processor_cores"] == os.cpu_count()
     assert report["settings"]["head_dim"] == 8
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -123,6 +124,9 @@ def test_gpu_script_runs_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert report["stages"]["first"]["results"][0]["error_over_limit"] <= 1
     assert set(report["stages"]) == {"first", "fla"}
+    # Without torch nothing is compared, and the script says so.
+    assert ("fla: " in done.stdout and "not run: No module named" in done.stdout) == bool(
+        report["stages"]["fla"]["results"])
 
 
 def test_gpu_script_stops_a_stage():

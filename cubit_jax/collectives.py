@@ -19,7 +19,8 @@ class Traffic:
 
     count: how many run. sent: bytes that one device sends, if rings are used: of a result of S bytes in a group of n,
     S (n - 1) / n for all-gather and all-to-all, twice that for all-reduce, S (n - 1) for reduce-scatter, whose result
-    is one part of n, and S for collective-permute. across: the bytes of `sent` in groups that span several slices.
+    is one part of n, and S for collective-permute. across: the bytes of `sent` in groups that span several slices. For
+    TPUs these are parts of their own: within a slice, and then what the host sends on, whose S bytes count as they are.
     """
 
     count: int = 0
@@ -64,6 +65,10 @@ def traffic(text, slices):
                         "collective-permute": size}[kind]
                 if count > 1:
                     result.setdefault(kind, Traffic()).add(times, sent, spans)
+            elif operation == "send" and (transfer := re.search(r'megascale_transfer_type="(\w+)"', rest)):
+                kind = transfer[1].lower().replace("_", "-")
+                kind = kind if kind in KINDS else "collective-permute"
+                result.setdefault(kind, Traffic()).add(times, _bytes(shape, operation), True)
             elif operation == "while":
                 body, condition = (re.search(rf"{part}=%?([\w.\-]+)", rest)[1] for part in ("body", "condition"))
                 trips = _trip_count(rest, computations.get(condition, ()))
@@ -113,6 +118,8 @@ def _bytes(shape, operation):
     if operation in ("all-gather-start", "reduce-scatter-start", "collective-permute-start"):
         parts = [part for part in parts if part != ("u32", "")]
         parts = parts[len(parts) // 2:]
+    if operation == "send":  # the array, a context and a token
+        parts = parts[:1]
     return sum(math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) for dtype, dims in parts) / 8
 
 

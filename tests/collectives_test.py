@@ -105,6 +105,16 @@ def test_ways_to_write_groups(groups, crosses):
     assert (found["all-gather"].across == found["all-gather"].sent) == crosses
 
 
+def test_what_a_host_sends_to_other_slices():
+    send = ('  %sent = (f32[2,64]{1,0:T(1,128)}, u32[], token[]) send(%sum, %after), is_host_transfer=true, '
+            'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+            '_xla_megascale_transfer_type="ALL_REDUCE"}')
+    other = "  %own = (f32[64], u32[], token[]) send(%x, %after), channel_id=4, is_host_transfer=true"
+    found, _ = traffic(f"ENTRY %main (x: f32[4]) -> f32[4] {{\n{send}\n{other}\n}}\n", [0] * 4 + [1] * 4)
+    assert {kind: (value.count, value.sent, value.across) for kind, value in found.items()} == {
+        "all-reduce": (1, 512, 512)}
+
+
 def test_loop_of_unknown_length_is_named_and_counts_once():
     text = PROGRAM.replace('"known_trip_count":{"n":"3"}', "")
     found, unknown = traffic(text, ONE_SLICE)

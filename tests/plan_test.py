@@ -54,13 +54,13 @@ def test_tiny_run_on_a_small_slice(tmp_path):
     assert found["unknown_loops"] == []
     assert found["flops_executed"] == pytest.approx(found["flops"] * 4 / 3)
     assert found["seconds_at_peak"] == pytest.approx(found["flops_executed"] / 8 / 197e12)
-    for word in ("v5e:2x4", "fsdp=8", "kernel_solve: pallas", "of 15.75 GiB", "all-gather", "FLOPs"):
+    for word in ("v5e:2x4", "fsdp=8", "kernel_solve: pallas", "GiB of 15.75: it fits", "all-gather", "FLOPs"):
         assert word in out
 
 
 @pytest.mark.usefixtures("libtpu")
 def test_state_that_does_not_fit_is_one_line_and_exit_code_2():
-    code, out, err = run("--topology=v5e:2x4", "--tries=0", "--config.model.num_layers=100", "--config.mesh.data=-1",
+    code, out, err = run("--topology=v5e:2x4", "--tries=0", "--config.model.num_layers=60", "--config.mesh.data=-1",
                          "--config.mesh.fsdp=1", config="configs/cubit.py:1p3b")
     assert code == 2, err
     assert len(out.splitlines()) == 1

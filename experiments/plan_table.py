@@ -88,6 +88,13 @@ def line(row):
     return f"| {' | '.join(cells)} |"
 
 
+def read(store):
+    """{(config, length, topology): row}, the last of each; without a line that a killed process left unfinished."""
+    lines = store.read_text().splitlines(keepends=True) if store.exists() else ()
+    rows = [json.loads(text) for text in lines if text.endswith("\n")]
+    return {(row["config"], row["seq_len"], row["topology"]): row for row in rows}
+
+
 def write_table(known):
     """docs/plan.md, whose text before the table stays."""
     path = pathlib.Path(_TABLE.value)
@@ -110,12 +117,6 @@ def main(arguments):
         raise app.UsageError(f"unexpected argument {arguments[1]}")
     store = pathlib.Path(_STORE.value)
     store.parent.mkdir(exist_ok=True)
-    known = {}
-    for text in store.read_text().splitlines(keepends=True) if store.exists() else ():
-        if not text.endswith("\n"):  # a killed process
-            continue
-        row = json.loads(text)
-        known[row["config"], row["seq_len"], row["topology"]] = row
     wanted = rows()
     if _ROWS.value:
         parts = [name.split("/") for name in _ROWS.value]
@@ -124,14 +125,14 @@ def main(arguments):
     for key in wanted:
         if _MINUTES.value is not None and time.monotonic() - start >= 60 * _MINUTES.value:
             break
-        if key in known and "plan" in known[key] and not _AGAIN.value:
+        if "plan" in read(store).get(key, ()) and not _AGAIN.value:  # read each time: several may work at it
             continue
-        known[key] = row = make(*key)
+        row = make(*key)
         with store.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        write_table(known)
+        write_table(read(store))
         print(line(row), flush=True)
-    write_table(known)
+    write_table(read(store))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ of one process touches none of it. Every host must see the same files.
 import contextlib
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -130,6 +131,8 @@ def _connect(stop_together):
         where = f"at {given['coordinator_address']}" if cluster is None else f"of {cluster[0]}"
         raise UserError(f"cannot join the other processes {where}: {error}; --num_processes=1 runs without them"
                         ) from error
+    # What jax.distributed says when it ends a process by abort() must not be buried under absl's dump of all threads.
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
     if global_state.process_id == 0:
         logging.info("%d processes; one that is lost ends the others after %d s without a sign of life",
                      global_state.num_processes, flags.FLAGS.heartbeat_timeout_seconds)
@@ -178,42 +181,56 @@ def _watch():
     try:
         failure = global_state.client.blocking_key_value_get(_FAILURE, _WEEK)
     except jax.errors.JaxRuntimeError:
-        if _closing.is_set():
-            return
-        failure = f"process 0 was lost; {_AGAIN}"
+        if not _closing.is_set():
+            _end(f"process 0 was lost; {_AGAIN}", 1, lost=True)
+        return
     _end(failure, 1)
 
 
 def _fail(error):
     """Ends all processes because of an exception in this one."""
-    code = 1
     message = " ".join(str(error).split())
+    if _is_loss(error):
+        if "CoordinationService" not in message:
+            time.sleep(2)  # if the other process could say what was wrong, _watch ends this one with that
+        _end(f"lost another process ({message[:160]}); {_AGAIN}", 1, lost=True)
     if isinstance(error, KeyboardInterrupt):
-        code, message = 130, "interrupted"
-    elif isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(message):
-        time.sleep(2)  # if the other process could say what was wrong, _watch ends this one with that
-        message = f"lost another process ({message[:200]}); {_AGAIN}"
-    elif not isinstance(error, (UserError, NotImplementedError)):
+        _end("interrupted", 130, tell=True)
+    if not isinstance(error, (UserError, NotImplementedError)):
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {message}"
-    _end(message, code, tell=f"process {global_state.process_id}: {message}")
+    _end(message, 1, tell=True)
 
 
-def _end(message, code, tell=None):
-    """Prints the error and ends this process at once: threads that wait for the others would hold it up."""
+def _is_loss(error):
+    """Whether an exception, or what it was raised from, comes of a process that is gone."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and _LOST.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _end(message, code, *, tell=False, lost=False):
+    """Prints the error and ends this process at once, as its threads may wait for other processes.
+
+    The others are told first, unless they know (`tell`); where one is lost jax.distributed ends them.
+    """
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # the other thread ends the process
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0, which holds the store, may be the lost one
-        client = global_state.client
+    if lost:
+        os._exit(code)
+    client, process = global_state.client, global_state.process_id
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # lost in this very moment
         if tell:
-            client.key_value_set(_FAILURE, tell, allow_overwrite=True)
-        if global_state.process_id == 0:  # the store ends with this process: the others read it first
+            client.key_value_set(_FAILURE, f"process {process}: {message}", allow_overwrite=True)
+        if process:
+            client.key_value_set(f"cubit_jax/ended/{process}", "")
+        else:  # the store ends with this process: the others read it first
             deadline = time.monotonic() + 5
             for other in range(1, global_state.num_processes):
                 left = max(1, int(1000 * (deadline - time.monotonic())))
                 client.blocking_key_value_get(f"cubit_jax/ended/{other}", left)
-        else:
-            client.key_value_set(f"cubit_jax/ended/{global_state.process_id}", "")
     os._exit(code)

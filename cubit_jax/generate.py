@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from cubit_jax import cli
+from cubit_jax import cli, distributed, partitioning
 from cubit_jax.cli import UserError
 from cubit_jax.model import init_cache
 from cubit_jax.trained import load_trained
@@ -87,8 +87,9 @@ def _generate(params, tokens, lengths, key, end_id, vocab_size, temperature, top
         return step + 1, cache, token, new.at[:, step].set(token), ended | (token == end_id)
 
     step, _, _, new, ended = jax.lax.while_loop(running, advance, (1, cache, first, new, first == end_id))
-    count = jnp.where(ended, jnp.argmax(new == end_id, axis=1), step)
-    return new, count.astype(jnp.int32)
+    count = jnp.where(ended, jnp.argmax(new == end_id, axis=1), step).astype(jnp.int32)
+    # Whole on every device, so that every process can read them.
+    return partitioning.constrain(new, "NN"), partitioning.constrain(count, "N")
 
 
 def sample_restricted(key, logits, top_k, top_p):
@@ -151,6 +152,7 @@ def define_flags():
 
 
 def main():
+    distributed.require_one_process("generate")
     options = flags.FLAGS
     prompts = [*options.prompt, *map(_read, options.prompt_file)]
     if not prompts:

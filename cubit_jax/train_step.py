@@ -127,7 +127,9 @@ def make_diagnostics(model):
         row = {name: array[:1] for name, array in batch.items()}
         _, collections = model.apply({"params": params}, row, method="loss", mutable=["diagnostics"])
         leaves = jax.tree_util.tree_leaves_with_path(collections.get("diagnostics", {}))
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+        # Whole on every device, so that every process can read them.
+        return {jax.tree_util.keystr(path, simple=True, separator="/"): partitioning.constrain(leaf, "N" * leaf.ndim)
+                for path, leaf in leaves}
     return jax.jit(diagnostics)
 
 

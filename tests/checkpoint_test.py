@@ -1,9 +1,14 @@
 """Checkpoints that hold exactly what was saved, refuse another model, and never fail silently."""
 
 import functools
+import hashlib
 import json
+import os
+import pathlib
 import resource
 import shutil
+import subprocess
+import sys
 import time
 
 import jax
@@ -96,6 +101,38 @@ def test_another_mesh_restores_the_same_numbers(config, tmp_path):  # H19
         restored, _ = Checkpoints(tmp_path).restore(shapes)
         assert_equal(restored, state)
         assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(shapes)))
+
+
+_OTHER_DEVICES = """
+import hashlib, json, sys
+import jax
+from ml_collections import config_dict
+from cubit_jax import partitioning, train_step
+from cubit_jax.checkpoint import Checkpoints
+from cubit_jax.model import LanguageModel, ModelConfig
+
+config = config_dict.ConfigDict(json.loads(sys.argv[1]))
+mesh = partitioning.make_mesh({**dict.fromkeys(partitioning.AXES, 1), "fsdp": -1})
+shapes = train_step.state_shapes(LanguageModel(ModelConfig.from_config(config)), config, mesh)[0]
+state, position = Checkpoints(sys.argv[2]).restore(shapes)
+print(jax.device_count(), json.loads(position)["row"],
+      hashlib.sha256(b"".join(bytes(jax.device_get(leaf)) for leaf in jax.tree.leaves(state))).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_process_with_fewer_devices_restores_the_same_bits(config, tmp_path, devices):  # H19
+    """Parameters and moments saved on 2 x 4 devices; unlike a mesh over some, the others do not exist."""
+    state = make_state(config, 5, data=2, fsdp=4)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, state, b'{"row": 40}')
+    checkpoints.close()
+    expected = hashlib.sha256(b"".join(bytes(jax.device_get(leaf)) for leaf in jax.tree.leaves(state))).hexdigest()
+    output = subprocess.run(
+        [sys.executable, "-c", _OTHER_DEVICES, config.to_json(), str(tmp_path)], capture_output=True, text=True,
+        timeout=300, cwd=pathlib.Path(__file__).parents[1],
+        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"})
+    assert output.stdout.split() == [str(devices), "40", expected], output.stderr
 
 
 @pytest.mark.parametrize("fields, words", [  # H21

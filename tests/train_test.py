@@ -19,7 +19,7 @@ from cubit_jax.cli import UserError
 from cubit_jax.tokenizer import train_tokenizer
 from cubit_jax.train_step import state_shapes
 from cubit_jax.trained import load_trained
-from cubit_jax.workdir import read_config, write_config
+from cubit_jax.workdir import read_config, read_preempted, write_config
 
 pytestmark = pytest.mark.xdist_group("train")  # they share a run and compiled programs
 ROOT = pathlib.Path(__file__).parents[1]
@@ -124,8 +124,14 @@ def test_stopped_three_times_and_never_stopped_are_the_same_run(straight, start,
         output = finish(process, code=-9 if number == signal.SIGKILL else 0)
         if number != signal.SIGKILL:
             reached = records(tmp_path)[-1]["step"]
-            assert f"saved at step {reached} of 250; the same command goes on from there" in output
+            name = signal.Signals(number).name
+            assert f"saved at step {reached} of 250 after {name}; the same command goes on from there" in output
             assert Checkpoints(tmp_path).latest_step == reached
+            marker = read_preempted(tmp_path)
+            assert (marker["step"], marker["signal"]) == (reached, name)
+        else:
+            assert f"resumed     at step {reached} after SIGINT at {marker['time']}" in output
+            assert read_preempted(tmp_path) is None
     assert Checkpoints(tmp_path).latest_step >= 80  # no more is lost than the work since the last checkpoint but one
     assert "resumed     at step" in finish(start(tmp_path))
     actual, expected = records(tmp_path), records(straight[0])

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -77,6 +78,8 @@ def main():
     values = flags.FLAGS
     if values.tries < 0:
         raise UserError(f"--tries={values.tries} must be at least 0")
+    if values.json and not os.access(os.path.dirname(os.path.abspath(values.json)), os.W_OK):
+        raise UserError(f"cannot write --json={values.json}: its folder is not there or not writable")
     topology.prepare()
     target = topology.open_topology(values.topology, values.num_slices)
     plan = make_plan(values.config, target, values.num_slices, values.tries)
@@ -104,13 +107,10 @@ def make_plan(config, target, num_slices=1, tries=0):
     if plan.fits:
         return plan
     known = [plan]
-    for attempt in range(max(tries, 1)):
+    while True:
         found = plan_advice.suggest(config, known, functools.partial(_state_bytes, target=target))
-        if found is None:
-            plan.suggestion, plan.suggestion_peak = None, None
-            return plan
-        plan.suggestion, plan.suggestion_peak = found
-        if attempt >= tries:
+        plan.suggestion, plan.suggestion_peak = found or (None, None)
+        if found is None or len(known) > tries:
             return plan
         _say("does not fit; trying " + plan_advice.as_flags(plan.suggestion))
         tried = _compile(plan_advice.changed(config, plan.suggestion), target, num_slices)
@@ -118,9 +118,6 @@ def make_plan(config, target, num_slices=1, tries=0):
             plan.suggestion_peak, plan.suggestion_compiled = tried.peak, True
             return plan
         known.append(tried)
-    found = plan_advice.suggest(config, known, functools.partial(_state_bytes, target=target))
-    plan.suggestion, plan.suggestion_peak = found or (None, None)
-    return plan
 
 
 def _compile(config, target, num_slices):

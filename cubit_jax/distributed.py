@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from cubit_jax.cli import UserError
 
 _FLAGS = ("coordinator_address", "num_processes", "process_id")
 _WEEK = 7 * 24 * 3600 * 1000  # ms. Waiting needs no limit of its own: whatever goes wrong ends the process.
+_CONNECT_WITHIN = 300  # seconds until all processes must have been started
 _FAILURE = "cubit_jax/failure"
 _LOST = re.compile(r"Gloo|NCCL|[Cc]onnection|[Hh]eartbeat|Socket closed|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED")
 _AGAIN = "the same command, started again on all hosts, goes on from the last checkpoint"
@@ -125,14 +127,17 @@ def _connect(stop_together):
             return False
         given = {}
     jax.config.update("jax_enable_preemption_service", stop_together)
+    where = f"at {given['coordinator_address']}" if cluster is None else f"of {cluster[0]}"
+    # Where processes are missing or lost jax.distributed ends this one by abort(). What it says then must not be buried
+    # under absl's dump of all threads.
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    logging.info("waiting for the other processes %s, for %d s at most", where, _CONNECT_WITHIN)
     try:
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds)
+        jax.distributed.initialize(**given, initialization_timeout=_CONNECT_WITHIN,
+                                   heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds)
     except (RuntimeError, ValueError, OSError) as error:
-        where = f"at {given['coordinator_address']}" if cluster is None else f"of {cluster[0]}"
         raise UserError(f"cannot join the other processes {where}: {error}; --num_processes=1 runs without them"
                         ) from error
-    # What jax.distributed says when it ends a process by abort() must not be buried under absl's dump of all threads.
-    signal.signal(signal.SIGABRT, signal.SIG_DFL)
     if global_state.process_id == 0:
         logging.info("%d processes; one that is lost ends the others after %d s without a sign of life",
                      global_state.num_processes, flags.FLAGS.heartbeat_timeout_seconds)
@@ -149,6 +154,10 @@ def _check(coordinator_address, num_processes, process_id):
                         "--process_id together, or none of them")
     if not re.fullmatch(r".+:\d+", coordinator_address):
         raise UserError(f"--coordinator_address={coordinator_address} must be HOST:PORT")
+    try:
+        socket.getaddrinfo(*coordinator_address.rsplit(":", 1))
+    except OSError as error:
+        raise UserError(f"--coordinator_address={coordinator_address}: {error.strerror}") from error
     if not 0 <= process_id < num_processes:
         raise UserError(f"--process_id={process_id} must be from 0 to --num_processes - 1 = {num_processes - 1}")
 

@@ -193,7 +193,8 @@ def test_batch_that_four_processes_cannot_share(start, tmp_path):  # H28
 @pytest.mark.parametrize("given, words", [
     ({"num_processes": 2}, "--coordinator_address and --process_id missing: give --coordinator_address, "),
     ({"coordinator_address": "host", "num_processes": 2, "process_id": 0}, "--coordinator_address=host must be HOST:P"),
-    ({"coordinator_address": "host:1", "num_processes": 2, "process_id": 2}, "--process_id=2 must be from 0 to --num_"),
+    ({"coordinator_address": "no.host.invalid:1", "num_processes": 2, "process_id": 0}, "=no.host.invalid:1: "),
+    ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2}, "--process_id=2 must be from 0 to "),
 ])
 def test_flags_that_do_not_fit_each_other(monkeypatch, given, words):
     flags = dict.fromkeys(("coordinator_address", "num_processes", "process_id")) | given

@@ -114,7 +114,7 @@ def barrier(name):
 
 def _connect(stop_together):
     """Joins the other processes; whether there may be any. Must come before anything asks JAX for its devices."""
-    given = {name: flags.FLAGS[name].value for name in _FLAGS}
+    given = {name: getattr(flags.FLAGS, name) for name in _FLAGS}
     cluster = None
     if given == dict.fromkeys(_FLAGS) | {"num_processes": 1}:
         return False
@@ -136,6 +136,9 @@ def _connect(stop_together):
         jax.distributed.initialize(**given, initialization_timeout=_CONNECT_WITHIN,
                                    heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds)
     except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, ValueError) and cluster == ("Cloud TPU", None):  # TPUs of one host, as in a notebook
+            logging.info("JAX knows of no other hosts: this process is the run")
+            return False
         raise UserError(f"cannot join the other processes {where}: {error}; --num_processes=1 runs without them"
                         ) from error
     if global_state.process_id == 0:

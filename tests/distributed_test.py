@@ -190,6 +190,11 @@ def test_batch_that_four_processes_cannot_share(start, tmp_path):  # H28
     assert not (tmp_path / "run").exists()
 
 
+def flag_values(coordinator_address=None, num_processes=None, process_id=None):
+    return types.SimpleNamespace(coordinator_address=coordinator_address, num_processes=num_processes,
+                                 process_id=process_id, heartbeat_timeout_seconds=100)
+
+
 @pytest.mark.parametrize("given, words", [
     ({"num_processes": 2}, "--coordinator_address and --process_id missing: give --coordinator_address, "),
     ({"coordinator_address": "host", "num_processes": 2, "process_id": 0}, "--coordinator_address=host must be HOST:P"),
@@ -197,9 +202,7 @@ def test_batch_that_four_processes_cannot_share(start, tmp_path):  # H28
     ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2}, "--process_id=2 must be from 0 to "),
 ])
 def test_flags_that_do_not_fit_each_other(monkeypatch, given, words):
-    flags = dict.fromkeys(("coordinator_address", "num_processes", "process_id")) | given
-    holder = {name: types.SimpleNamespace(value=value) for name, value in flags.items()}
-    monkeypatch.setattr(distributed.flags, "FLAGS", holder)
+    monkeypatch.setattr(distributed.flags, "FLAGS", flag_values(**given))
     monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda **_: pytest.fail("must not connect"))
     with pytest.raises(UserError) as caught:
         distributed.run(lambda: pytest.fail("must not run"))
@@ -209,6 +212,17 @@ def test_flags_that_do_not_fit_each_other(monkeypatch, given, words):
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
          "SLURM_LOCALID": "0"}
 GKE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d"}
+
+
+def set_environment(monkeypatch, variables, platforms):
+    names = {*SLURM, *GKE, "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES",
+             "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = types.SimpleNamespace(jax_platforms=platforms, update=lambda name, value: None)
+    monkeypatch.setattr(distributed.jax, "config", config)
 
 
 @pytest.mark.parametrize("variables, platforms, cluster", [
@@ -225,16 +239,34 @@ GKE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d"}
     ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, None, ("Kubernetes", None)),
 ], ids=str)
 def test_cluster_is_recognized_by_its_environment(monkeypatch, variables, platforms, cluster):
-    names = {*SLURM, *GKE, "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES",
-             "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed.jax, "config", types.SimpleNamespace(jax_platforms=platforms))
+    set_environment(monkeypatch, variables, platforms)
     assert distributed._cluster() == cluster
     if cluster and (cluster[1] or 1) > 1:
         with pytest.raises(UserError, match=f"generate runs in one process, but {cluster[0]} has started several"):
             distributed.require_one_process("generate")
     else:
         distributed.require_one_process("generate")
+
+
+@pytest.mark.parametrize("platforms, variables, error, words", [
+    ("tpu,cpu", {}, ValueError("coordinator_address should be defined."), None),
+    ("tpu,cpu", {}, RuntimeError("metadata"), "cannot join the other processes of Cloud TPU: metadata; --num_proces"),
+    (None, {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "0"}, ValueError("not defined"),
+     "cannot join the other processes of Kubernetes: not defined; "),
+    (None, SLURM | {"SLURM_NTASKS": "1"}, AssertionError("must not connect"), None),
+])
+def test_alone_or_refused_where_jax_finds_nobody(monkeypatch, platforms, variables, error, words):
+    def initialize(**_):
+        raise error
+    set_environment(monkeypatch, variables, platforms)
+    monkeypatch.setattr(distributed.flags, "FLAGS", flag_values())
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
+    called = []
+    if words is None:
+        distributed.run(lambda: called.append(1))
+        assert called
+    else:
+        with pytest.raises(UserError, match=words):
+            distributed.run(lambda: called.append(1))
+        assert not called

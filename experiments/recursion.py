@@ -8,7 +8,9 @@ position before and after a layer's T steps, over all layers on a held-out batch
 """
 
 import json
+import os
 import pathlib
+import platform
 
 import jax
 import matplotlib
@@ -29,13 +31,19 @@ def define_flags():
 
 
 def measure(folder, recursions, energy_rows):
-    """{T: {"loss", "bits_per_byte", "energy_before", "energy_after"}} of the last checkpoint of a run, and its step."""
+    """{T: {"loss", "bits_per_byte", "energy_before", "energy_after"}} of the last checkpoint of a run, and its step.
+
+    Prints the rows of a table as they are known.
+    """
+    print(f"{'T':>3} {'loss':>8} {'bits/byte':>10} {'energy before':>14} {'energy after':>13}")
     results = {}
     for steps in recursions:
         evaluation, checkpoint = evaluate.evaluate(folder, steps)
         before, after = mean_energies(folder, steps, energy_rows)
         results[steps] = {"loss": evaluation.loss, "bits_per_byte": evaluation.bits_per_byte,
                           "energy_before": before, "energy_after": after}
+        print(f"{steps:>3} {evaluation.loss:8.4f} {evaluation.bits_per_byte:10.4f} {before:14.4f} {after:13.4f}",
+              flush=True)
     return results, checkpoint
 
 
@@ -83,14 +91,11 @@ def main():
     trained_with = load_trained(values.workdir).model.config.options.get("num_recursions", 1)
     results, checkpoint = measure(values.workdir, recursions, values.energy_rows)
     print(f"checkpoint {checkpoint} of {values.workdir}, trained with T={trained_with}")
-    print(f"{'T':>3} {'loss':>8} {'bits/byte':>10} {'energy before':>14} {'energy after':>13}")
-    for steps, r in results.items():
-        print(f"{steps:>3} {r['loss']:8.4f} {r['bits_per_byte']:10.4f} {r['energy_before']:14.4f} "
-              f"{r['energy_after']:13.4f}")
     output = pathlib.Path(values.output or pathlib.Path(values.workdir, "recursion"))
     output.parent.mkdir(parents=True, exist_ok=True)
     record = {"results": results, "checkpoint": checkpoint, "trained_with": trained_with,
-              "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+              "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores", "jax": jax.__version__,
+              "python": platform.python_version()}
     output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
     plot(results, trained_with, output.with_suffix(".png"))
 

@@ -144,10 +144,10 @@ def _replica_groups(rest, devices):
     """[groups, devices of a group], from any of the three ways in which they are written."""
     attribute = re.search(r"replica_groups=(.*)", rest)
     text = attribute[1] if attribute else ""
-    if mesh := re.match(r"mesh\[(.*?)\](?:\s*,?\s*device_ids=\S+)? \{(.*?)\}", text):
+    if mesh := re.match(r"mesh\[(.*?)\](?:, device_ids=\((\S+)\))? \{(.*?)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         # An axis may be split: 'name':(2)4 is the part of size 4 after one of size 2.
-        used = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", mesh[2])
+        used = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", mesh[3])
         dims, grouped = [], []
         for name, size in sizes.items():
             parts = [(int(before), int(part)) for other, before, part in used if other == name and part]
@@ -159,17 +159,22 @@ def _replica_groups(rest, devices):
                 if any(other == name for other, _, _ in used):
                     grouped.append(len(dims))
                 dims.append(size)
-        ids = np.arange(devices).reshape(dims)
+        ids = (_device_ids(mesh[2]) if mesh[2] else np.arange(devices)).reshape(dims)
         rest_axes = [axis for axis in range(len(dims)) if axis not in grouped]
         count = math.prod(dims[axis] for axis in grouped)
         return ids.transpose(*rest_axes, *grouped).reshape(-1, count)
-    if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        dims = [int(n) for n in iota[3].split(",")]
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        if iota[4]:
-            ids = ids.transpose([int(n) for n in iota[4].split(",")])
-        return ids.reshape(int(iota[1]), int(iota[2]))
+    if iota := re.match(r"\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        return _device_ids(iota[3]).reshape(int(iota[1]), int(iota[2]))
     groups = re.findall(r"\{([\d,]+)\}", text[: text.find("}}") + 2])
     if groups:
         return np.array([[int(n) for n in group.split(",")] for group in groups])
     return np.arange(devices)[None]  # {}: all of them
+
+
+def _device_ids(text):
+    """The order of devices: "[2,8]T(1,0)" counts in that shape and then transposes it; or the numbers themselves."""
+    if not (iota := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)):
+        return np.array([int(n) for n in text.split(",")])
+    dims = [int(n) for n in iota[1].split(",")]
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return ids.transpose([int(n) for n in iota[2].split(",")]) if iota[2] else ids

@@ -155,8 +155,7 @@ def _compile(config, target, num_slices):
     plan.peak = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
                  + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
     plan.fits = target.platform == "tpu" or plan.peak <= plan.available  # for a TPU the compiler has refused otherwise
-    slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-    found, plan.unknown_loops = traffic(compiled.as_text(), slices)
+    found, plan.unknown_loops = traffic(compiled.as_text(), [target.group(device) for device in mesh.devices.flat])
     plan.collectives = {name: dataclasses.asdict(value) for name, value in found.items()}
     plan.implementations = {op: sorted(names) for op, names in choices.items()}
     return plan
@@ -223,8 +222,9 @@ def describe(plan):
         lines.append(f"            {plan.seconds_at_peak * 1e3:.4g} ms at the devices' peak; no step is faster, and "
                      "memory, network and what is not a matrix product are not in it")
     lines.append("exchange    a step, sent by each device:")
+    groups = "hosts" if plan.topology.startswith("gpu") else "slices"
     for name, value in plan.collectives.items():
-        across = f", {_size(value['across'])} of it between slices" if value["across"] else ""
+        across = f", {_size(value['across'])} of it between {groups}" if value["across"] else ""
         lines.append(f"            {name:18} {value['count']:6,} times {_size(value['sent']):>12}{across}")
     if not plan.collectives:
         lines.append("            nothing")

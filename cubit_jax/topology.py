@@ -37,10 +37,9 @@ class Topology:
     memory: int
     compiler: str
 
-    @property
-    def slices(self):
-        """Of every device, in the order of `devices`, the number of its slice or host."""
-        return [getattr(device, "slice_index", 0) for device in self.devices]
+    def group(self, device):
+        """Which slice a TPU belongs to, or which host a GPU: between them the network is slow."""
+        return device.process_index if self.platform == "gpu" else getattr(device, "slice_index", 0)
 
 
 def prepare():
@@ -53,8 +52,6 @@ def prepare():
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     }.items():
         os.environ.setdefault(name, value)
-    # Kernels cannot be timed to choose among them.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
 
 
 def open_topology(name, num_slices=1):
@@ -92,6 +89,8 @@ def _gpus(name, shape, num_slices):
     if num_slices > 1:
         raise UserError(f"--num_slices={num_slices} is for TPUs: gpu:{model}x{count * num_slices} is several hosts")
     plugin = _cuda_plugin()
+    # Kernels cannot be timed to choose among them. Read when JAX first looks for devices, which it has not done yet.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     hosts = max(1, count // _GPUS_PER_HOST)
     kind, memory, (major, minor), cores, shared, bandwidth, clock, cache = _GPUS[model]
     feature = " feature_extension: ACCELERATED_FEATURES" if major == 9 else ""

@@ -96,6 +96,9 @@ def test_what_crosses_slices_goes_by_the_members_of_the_groups():
 @pytest.mark.parametrize("groups, crosses", [
     ("mesh['a'=2,'b'=4] {'b'}", False), ("mesh['a'=2,'b'=4] {'a'}", True),
     ("mesh['a'=8] {'a':(1)2}", True), ("mesh['a'=8] {'a':(2)4}", False),
+    ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", False),
+    ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", True),
+    ("mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'a'}", False),
     ("[2,4]<=[8]", False), ("[4,2]<=[2,4]T(1,0)", True), ("{{0,4},{1,5},{2,6},{3,7}}", True), ("{}", True),
 ])
 def test_ways_to_write_groups(groups, crosses):

@@ -84,7 +84,7 @@ def test_refusal_of_the_compiler_becomes_numbers(micro_config):
 @pytest.mark.usefixtures("libtpu")
 def test_slices_split_the_batch_and_share_only_gradients(micro_config):
     target = topology.open_topology("v5e:2x2", 2)
-    assert target.slices == [0] * 4 + [1] * 4
+    assert [target.group(device) for device in target.devices] == [0] * 4 + [1] * 4
     mesh = partitioning.make_mesh({"replica": 2, "data": 1, "fsdp": 2, "tensor": 2}, target.devices)
     assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
     config = micro_config("transformer", **{"mesh.replica": 2, "mesh.data": 1, "mesh.fsdp": -1})

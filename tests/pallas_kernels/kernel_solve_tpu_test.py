@@ -16,31 +16,6 @@ NAMES = ("query", "key", "rhs", "diagonal")
 FORWARD, GRADIENT, LOW_PRECISION = 1e-5, 1e-4, 2e-2
 
 
-def dense(query, key, rhs, diagonal, *, strict, segment_ids=None, window=None, scale=1.0):
-    """The system written out: [B, H, L, L], solved as it stands."""
-    length = query.shape[1]
-    row, column = jnp.arange(length)[:, None], jnp.arange(length)
-    seen = (column < row if strict else column <= row)[None]
-    if window is not None:
-        seen = seen & (row - column < window)
-    if segment_ids is not None:
-        seen = seen & (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids != 0)[:, None]
-    seen = seen[:, None]
-    scores = scale * jnp.einsum("bihk,bjhk->bhij", query, key)
-    scores = jnp.where(seen, scores, 0.0)
-    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / jnp.where(total == 0, 1.0, total)
-    identity = jnp.eye(length)
-    if strict:
-        system = identity + diagonal.swapaxes(1, 2)[..., None] * weights
-    else:
-        system = weights + diagonal[:, None, None] * identity
-    u = jax.scipy.linalg.solve_triangular(system, rhs.swapaxes(1, 2), lower=True)
-    return u.swapaxes(1, 2)
-
-
 def inputs(batch, length, heads, dim, *, strict, dtype=np.float32, seed=0, spread=1.0):
     """query (unit keys, so the system is well conditioned), key, rhs, ridge or beta, and the cotangent."""
     rng = np.random.default_rng(seed)
@@ -74,7 +49,9 @@ def value_and_gradients(function, arrays, cotangent):
     return u, gradients
 
 
-def compare(error, arrays, *, strict, forward=FORWARD, gradient=GRADIENT, interpret=True, block_size=None, **options):
+def compare(
+    error, reference, arrays, *, strict, forward=FORWARD, gradient=GRADIENT, interpret=True, block_size=None, **options
+):
     """Value and every gradient of the kernel against the dense solve in float64 of the same (rounded) arrays."""
     *arrays, cotangent = arrays
     u, gradients = value_and_gradients(
@@ -82,11 +59,7 @@ def compare(error, arrays, *, strict, forward=FORWARD, gradient=GRADIENT, interp
         arrays,
         cotangent,
     )
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*arrays, cotangent)]
-        expected, expected_gradients = value_and_gradients(
-            functools.partial(dense, strict=strict, **options), wide[:4], wide[4]
-        )
+    expected, expected_gradients = reference(arrays, cotangent, strict=strict, **options)
     assert u.dtype == jnp.float32
     assert error(u, expected) <= forward
     for name, array, actual, wanted in zip(NAMES, arrays, gradients, expected_gradients):
@@ -137,31 +110,24 @@ LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 65, 96, 100, 127, 129, 160, 200, 209, 257)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_lengths_that_no_block_divides(strict, one_program):  # H01, H02, H06
+def test_lengths_that_no_block_divides(strict, one_program, reference):  # H01, H02, H06
     """In one to three blocks of rows. A tile of 256 columns reaches past an array of 384 rows, where the interpreter
     has NaN: nothing there is used. An array of 128 rows is narrower than such a tile."""
     *arrays, cotangent = inputs(1, max(LENGTHS), 1, 64, strict=strict)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
-        exact, exact_back = jax.vjp(functools.partial(dense, strict=strict), *wide)
     for length in LENGTHS:
         short = [x[:, :length] if x.ndim > 1 else x for x in arrays]
-        with jax.enable_x64(True):
-            # Later rows change nothing before them, and get nothing from a cotangent of zero.
-            expected = exact_back(jnp.asarray(cotangent, jnp.float64).at[:, length:].set(0.0))
+        exact, expected = reference(short, cotangent[:, :length], strict=strict)
         for columns in (128, 256) if length in (100, 257) else (128,):
             sizes = BlockSizes(128, columns, 1, 128, columns, 1)
             u, gradients = solve_and_pull_back(short, cotangent[:, :length], strict=strict, block_size=sizes)
-            assert close(u, exact[:, :length], FORWARD), (length, sizes)
+            assert close(u, exact, FORWARD), (length, sizes)
             for name, actual, wanted in zip(NAMES, gradients, expected):
-                wanted = wanted[:, :length] if wanted.ndim > 1 else wanted
                 assert close(actual, wanted, GRADIENT), (length, sizes, name)
             if length == 1:
                 assert max(jnp.max(jnp.abs(x)) for x in gradients[:2]) <= 1e-7
 
 
 SIZES = [
-    BlockSizes(128, 128, 1, 128, 128, 1),
     BlockSizes(128, 384, 2, 256, 256, 1),  # the row blocks of one pass are not those of the other
     BlockSizes(256, 256, 1, 128, 256, 2),
     BlockSizes(128, 256, 1, 384, 384, 1),
@@ -169,9 +135,10 @@ SIZES = [
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_every_block_size_gives_the_same(error, strict):  # H01
-    arrays = inputs(1, 620, 2, 128, strict=strict)
-    results = [compare(error, arrays, strict=strict, block_size=sizes) for sizes in SIZES[: 2 if strict else 4]]
+def test_every_block_size_gives_the_same(error, reference, strict):  # H01
+    arrays = inputs(1, 500, 2, 128, strict=strict)
+    sizes = SIZES[:2] if strict else SIZES
+    results = [compare(error, reference, arrays, strict=strict, block_size=size) for size in sizes]
     for u, gradients in results[1:]:
         assert error(u, results[0][0]) <= 1e-6
         for name, actual, wanted in zip(NAMES, gradients, results[0][1]):
@@ -194,18 +161,19 @@ def test_value_alone_is_that_with_gradients(error, strict):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("window", [1, 300])
-def test_window_skips_tiles(error, window, strict):
+def test_window_skips_tiles(error, reference, window, strict):
     arrays = inputs(1, 640, 1, 64, strict=strict)
-    compare(error, arrays, strict=strict, window=window, scale=0.3, block_size=BlockSizes(128, 256, 1, 128, 128, 1))
+    sizes = BlockSizes(128, 256, 1, 128, 128, 1)
+    compare(error, reference, arrays, strict=strict, window=window, scale=0.3, block_size=sizes)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_segments(error, strict):  # H10, H11
+def test_segments(error, reference, strict):  # H10, H11
     """Segments shorter and longer than a block, of one token, padding left, right and over a whole row of the batch."""
     lengths = [[0] * 5 + [1] * 200 + [2] + [3] * 144, [1] * 130 + [2] * 120 + [0] * 100, [0] * 350]
     segment_ids = jnp.asarray(lengths, jnp.int32)
     arrays = inputs(3, 350, 1, 64, strict=strict)
-    u, gradients = compare(error, arrays, strict=strict, segment_ids=segment_ids, block_size=128)
+    u, gradients = compare(error, reference, arrays, strict=strict, segment_ids=segment_ids, block_size=128)
     alone = [x[1:2, 130:250] if x.ndim > 1 else x for x in arrays]
     *alone, cotangent = alone
     own, own_gradients = value_and_gradients(functools.partial(solve, strict=strict), alone, cotangent)
@@ -215,16 +183,13 @@ def test_segments(error, strict):  # H10, H11
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_head_dims(dtype, error, one_program):  # H07
+def test_head_dims(dtype, error, reference, one_program):  # H07
     """Those that are padded to 64, to 128 and to 256: every channel counts."""
     forward, gradient = (FORWARD, GRADIENT) if dtype == jnp.float32 else (LOW_PRECISION, LOW_PRECISION)
     for dim in (8, 16, 24, 48, 64, 80, 96, 128, 256):
         *arrays, cotangent = inputs(1, 100, 3, dim, strict=False, dtype=dtype)
         u, gradients = solve_and_pull_back(arrays, cotangent, strict=False)
-        with jax.enable_x64(True):
-            wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*arrays, cotangent)]
-            expected, back = jax.vjp(functools.partial(dense, strict=False), *wide[:4])
-            wanted_gradients = back(wide[4])
+        expected, wanted_gradients = reference(arrays, cotangent, strict=False)
         assert error(u, expected) <= forward, dim
         for name, actual, wanted in zip(NAMES, gradients, wanted_gradients):
             assert error(actual, wanted) <= gradient, (dim, name)
@@ -232,23 +197,23 @@ def test_head_dims(dtype, error, one_program):  # H07
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_bfloat16(error, dim, strict):
+def test_bfloat16(error, reference, dim, strict):
     arrays = inputs(1, 300, 2, dim, strict=strict, dtype=jnp.bfloat16)
     sizes = BlockSizes(128, 256, 2, 128, 256, 2)
-    compare(error, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)
+    compare(error, reference, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
-def test_bfloat16_with_the_block_sizes_that_are_estimated(error, strict):
+def test_bfloat16_with_the_block_sizes_that_are_estimated(error, reference, strict):
     """Those of the table in experiments/README.md, over a whole tile, a remainder and both halves of a tile."""
     sizes = BlockSizes.best("TPU v5", 4096, 8, 128, False)
     arrays = inputs(1, 2048, 4, 128, strict=strict, dtype=jnp.bfloat16)
-    compare(error, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)
+    compare(error, reference, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_keys_that_are_not_normalised_and_equal_keys(dtype):  # H03
+def test_keys_that_are_not_normalised_and_equal_keys(dtype, reference):  # H03
     rng = np.random.default_rng(0)
     key, rhs = jnp.asarray(rng.normal(size=(2, 1, 512, 1, 64)), dtype)
     # Both at once, as two rows of the batch.
@@ -260,27 +225,25 @@ def test_keys_that_are_not_normalised_and_equal_keys(dtype):  # H03
     for array, gradient in zip(arrays, gradients):
         assert gradient.dtype == array.dtype
         assert bool(jnp.isfinite(gradient.astype(jnp.float32)).all())
-    wide = [np.asarray(x, np.float64) for x in arrays]
-    with jax.enable_x64(True):
-        expected = np.asarray(dense(*map(jnp.asarray, wide), strict=False))
+    expected, _ = reference(arrays, np.ones(rhs.shape), strict=False)
     scale = np.abs(expected).max(axis=(1, 3))
     assert np.all(np.abs(np.asarray(u, np.float64) - expected).max(axis=(1, 3)) <= LOW_PRECISION * scale)
 
 
-def test_exact_diagonal_with_peaked_weights(error):
+def test_exact_diagonal_with_peaked_weights(error, reference):
     """dP - delta cancels on the diagonal when a row nearly sees only itself; bfloat16 products alone lose 0.3 there."""
     arrays = inputs(1, 256, 1, 128, strict=False, dtype=jnp.bfloat16, spread=6.0)
-    compare(error, arrays, strict=False, forward=LOW_PRECISION, gradient=LOW_PRECISION)
+    compare(error, reference, arrays, strict=False, forward=LOW_PRECISION, gradient=LOW_PRECISION)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_no_race_and_no_read_of_memory_that_was_not_written(error, strict):
+def test_no_race_and_no_read_of_memory_that_was_not_written(error, reference, strict):
     """Several row blocks and key tiles, the last tile reaching past the end of the array."""
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
     sizes = BlockSizes(128, 256, 1, 128, 256, 1)
     segment_ids = jnp.repeat(jnp.asarray([[1, 2]], jnp.int32), 150, axis=1) if strict else None
     arrays = inputs(1, 300, 1, 64, strict=strict)
-    compare(error, arrays, strict=strict, interpret=interpret, block_size=sizes, segment_ids=segment_ids)
+    compare(error, reference, arrays, strict=strict, interpret=interpret, block_size=sizes, segment_ids=segment_ids)
     assert not interpret_pallas_call.races.races_found
 
 

@@ -39,9 +39,10 @@ def define_flags():
 class Plan:
     """What is known of a run before it starts. Bytes are those of one device; a step is one update.
 
-    parameters, optimizer: bytes of the state. peak: bytes that the program reserves: state, batch, temporaries, code;
-    where the compiler refused, those it says it needs; where the state alone is too much, the state. available: what
-    the compiler lets a program use. temporary: None where it did not compile.
+    parameters, optimizer: bytes of the state. peak: bytes in use at the fullest moment; peak_is_bound: it is the sum of
+    state, batch, temporaries and code, which may be more. Where the compiler refused, what it says it needs; where the
+    state alone is too much, the state. available: what the compiler lets a program use. temporary: None where it did
+    not compile.
     flops: of the model a step, all devices together (metrics.flops_per_token). flops_executed: with what remat computes
     again, the forward pass once more for "full"; "dots" computes little again, which is not counted. seconds_at_peak:
     flops_executed at the devices' peak, and nothing else: no step can be faster. None where the peak is not known.
@@ -64,6 +65,7 @@ class Plan:
     flops: float
     flops_executed: float
     seconds_at_peak: float | None
+    peak_is_bound: bool = False
     temporary: int | None = None
     collectives: dict | None = None
     unknown_loops: list | None = None
@@ -151,10 +153,11 @@ def _compile(config, target, num_slices):
         plan.compile_seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
     plan.temporary = memory.temp_size_in_bytes
-    # Not peak_memory_in_bytes, which is smaller than what is reserved, and on a CPU leaves the temporaries out.
-    plan.peak = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-                 + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
-    plan.fits = target.platform == "tpu" or plan.peak <= plan.available  # for a TPU the compiler has refused otherwise
+    plan.peak, plan.peak_is_bound = memory.peak_memory_in_bytes, target.platform != "tpu"
+    if plan.peak_is_bound:  # other compilers leave the temporaries out of it
+        plan.peak = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+                     + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
+    plan.fits = plan.peak <= plan.available
     found, plan.unknown_loops = traffic(compiled.as_text(), [target.group(device) for device in mesh.devices.flat])
     plan.collectives = {name: dataclasses.asdict(value) for name, value in found.items()}
     plan.implementations = {op: sorted(names) for op, names in choices.items()}
@@ -214,7 +217,7 @@ def describe(plan):
         + ", ".join(f"{op}: {' and '.join(names)}" for op, names in plan.implementations.items()),
         f"compiled    in {plan.compile_seconds:.0f} s by {plan.compiler}",
         "memory      a device: " + ", ".join(f"{name} {_size(size)}" for name, size in memory)
-        + f"; peak {plan.peak / GIB:.2f} GiB of {plan.available / GIB:.2f}: it fits",
+        + f"; peak {'at most ' * plan.peak_is_bound}{plan.peak / GIB:.2f} GiB of {plan.available / GIB:.2f}: it fits",
         f"compute     a step: {plan.flops:.3g} FLOPs of the model (closed form, 2 a multiply-add, causal half of "
         f"L x L), {plan.flops_executed:.3g} with recomputation",
     ]

@@ -74,7 +74,7 @@ def line(row):
     plan = row["plan"]
     mesh = " ".join(f"{name}={size}" for name, size in plan["mesh"].items() if size > 1)
     state = (plan["parameters"] + plan["optimizer"]) / GIB
-    fits = f"{plan['peak'] / GIB:.2f} of {plan['available'] / GIB:.2f}"
+    fits = f"{'≤ ' * plan['peak_is_bound']}{plan['peak'] / GIB:.2f} of {plan['available'] / GIB:.2f}"
     if not plan["fits"]:
         fits = f"**no**: {fits}"
         if plan["suggestion"]:

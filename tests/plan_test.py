@@ -17,6 +17,7 @@ from cubit_jax import partitioning, plan, plan_advice, topology, train_step
 from cubit_jax.cli import UserError
 from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.topology import GIB, Topology
+from pallas_kernels import kernel_solve_tpu
 
 
 def run(*arguments, config="configs/cubit.py:tiny"):
@@ -93,6 +94,23 @@ def test_slices_split_the_batch_and_share_only_gradients(micro_config):
     assert "between slices" in plan.describe(found)
     with pytest.raises(ValueError, match=r"2 slices cannot be dealt to .* 1 x 1 x 1: set mesh.replica=2"):
         partitioning.make_mesh({"data": 1, "tensor": 8}, target.devices)
+
+
+@pytest.mark.usefixtures("libtpu")
+@pytest.mark.parametrize("name, kind", [("v6e:2x4", "TPU v6 lite"), ("v5p:2x2x2", "TPU v5")])
+def test_kernels_are_planned_for_the_chips_of_the_topology(name, kind):
+    seen = []
+
+    def op(x):
+        seen.append(kernel_solve_tpu._device_kind())
+        return x
+
+    mesh = partitioning.make_mesh({"data": -1}, topology.open_topology(name).devices)
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=partitioning.batch_sharding(mesh))
+    with jax.set_mesh(mesh):
+        jax.jit(partitioning.per_shard(op, "BL->BL")).lower(x)
+    assert seen == [kind]
+    assert kernel_solve_tpu._device_kind() == ""
 
 
 @pytest.mark.usefixtures("libtpu")

@@ -68,3 +68,16 @@ def test_backend_reaches_ahead_of_time_compilation_for_another_device():
     with dispatch.backend("tpu"):
         exported = jax.export.export(jax.jit(mixer), platforms=["tpu"])(x, x, x, ridge)
     assert exported.mlir_module().count("tpu_custom_call") == 2
+
+
+def test_what_was_taken_is_recorded_where_asked():
+    with dispatch.recorded() as taken:
+        dispatch.run("op", CHOICES, None, 1)
+        dispatch.run("other", CHOICES, "reference", 1)
+        with dispatch.backend("tpu"):
+            dispatch.run("op", CHOICES | {"pallas": _cannot}, None, 1)
+            dispatch.run("op", CHOICES, None, 1)
+        with pytest.raises(NotImplementedError):
+            dispatch.run("third", CHOICES | {"xla": _cannot}, "xla", 1)
+    dispatch.run("fourth", CHOICES, None, 1)
+    assert taken == {"op": {"xla", "pallas"}, "other": {"reference"}}

@@ -115,16 +115,23 @@ def dot(a, b, contract=(1, 0), precise=False):
     )
 
 
-def dot_float32(a, b, precise):
-    """A product of float32 arrays; when not precise in three bfloat16 passes (2e-5 relative)."""
+def dot_float32(a, b, precise, joined=True):
+    """A product of float32 arrays; when not precise in three bfloat16 passes (2e-5 relative).
+
+    joined: both halves of a in one product, so that the matrix unit loads the high half of b once. That is for many
+    products at a time; one that the next waits for is done sooner as three.
+    """
     if precise:
         return dot(a, b, precise=True)
     (a_high, a_low), (b_high, b_low) = split(a), split(b)
     b_high = b_high.astype(jnp.bfloat16)
-    # One product for both halves of a: the matrix unit then loads b_high once. They are joined before the cast, because
-    # the compiler's estimator does not take bfloat16 values that are joined.
-    both = dot(jnp.concatenate([a_high, a_low], axis=0).astype(jnp.bfloat16), b_high)
-    return both[: a.shape[0]] + (both[a.shape[0] :] + dot(a_high.astype(jnp.bfloat16), b_low.astype(jnp.bfloat16)))
+    if joined:
+        # Before the cast, because the compiler's estimator does not take bfloat16 values that are joined.
+        both = dot(jnp.concatenate([a_high, a_low], axis=0).astype(jnp.bfloat16), b_high)
+        high, low = both[: a.shape[0]], both[a.shape[0] :]
+    else:
+        high, low = dot(a_high.astype(jnp.bfloat16), b_high), dot(a_low.astype(jnp.bfloat16), b_high)
+    return high + (low + dot(a_high.astype(jnp.bfloat16), b_low.astype(jnp.bfloat16)))
 
 
 def split(x):

@@ -75,6 +75,7 @@ def plot(results, trained_with, path):
     right.plot(steps, [r["energy_before"] for r in results.values()], "s:", color="C1", label="energy before")
     left.axvline(trained_with, color="gray", linestyle="--", label="trained with")
     left.set(xlabel="recursions T", ylabel="loss (nats a token)", xticks=steps)
+    right.set_yscale("symlog")  # it may fall by orders of magnitude: the MLP's is not bounded below
     right.set_ylabel("mean energy of a position")
     handles = [a + b for a, b in zip(left.get_legend_handles_labels(), right.get_legend_handles_labels())]
     left.legend(*handles)

@@ -60,8 +60,13 @@ def _reference(query, key, rhs, *, ridge, beta, segment_ids, window, scale, bloc
     else:
         system = weights + ridge.astype(dtype)[:, None, None] * eye
         system = jnp.where((eye == 1) & (system == 0), jnp.inf, system)
-    u = jax.lax.linalg.triangular_solve(
-        system, rhs.astype(dtype).transpose(0, 2, 1, 3), left_side=True, lower=True, unit_diagonal=strict)
+
+    def solve(arrays):
+        return jax.lax.linalg.triangular_solve(*arrays, left_side=True, lower=True, unit_diagonal=strict)
+
+    # One after the other: on a CPU two batches of solves in one program (u and its gradient) can wait for each other
+    # for ever, each holding threads that the other needs.
+    u = jax.lax.map(lambda batch: jax.lax.map(solve, batch), (system, rhs.astype(dtype).transpose(0, 2, 1, 3)))
     return u.transpose(0, 2, 1, 3)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -33,6 +34,11 @@ def run(main, required=()):
             sys.exit(main())
         except (UserError, NotImplementedError) as error:  # the latter: what an implementation named cannot do, and why
             fail(error)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            fail(f"out of memory ({str(error).splitlines()[0]}): lower seq_len or batch_size, raise "
+                 "accumulation_steps, or use more devices; cubit_jax.plan says what fits on TPUs and GPUs")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
             sys.exit(130)
@@ -104,6 +110,9 @@ def _unknown_field(error):
     if near:
         return f"the config has no field {near[2]!r}: did you mean {near[1]!r}?"
     name = re.findall(r"\w+", str(error))[-1]
+    if any(argument.lstrip("-").startswith(f"config.model.options.{name}") for argument in sys.argv):
+        return (f"--config.model.options.{name}: the config given has no such option of a mixer; begin with one that "
+                "has, e.g. --config=configs/cubit.py:tiny, and choose --config.model.mixers")
     return f"the config has no field {name!r}: configs/base.py lists them all"
 
 

@@ -76,6 +76,18 @@ def open_corpus(data, workdir):
     return Corpus(train, heldout, sources.digest([fingerprint, split]), heldout_bytes)
 
 
+def open_text(pattern, field, workdir):
+    """A Corpus whose held-out part is all text of the files that match a glob; there is nothing to train on.
+
+    Args: pattern, field as of `sources.open_files`; workdir as of `open_corpus`.
+    """
+    documents, fingerprint = sources.open_files(pattern, field, pathlib.Path(workdir, "unpacked"))
+    size = sum(len(documents[index].encode()) for index in range(len(documents)))
+    if not size:
+        raise UserError(f"there is no text in {pattern}")
+    return Corpus([], documents, fingerprint, size)
+
+
 def _open_documents(data, unpacked):
     """-> (train, held-out or None, fingerprint)."""
     if data.source == "stdlib":
@@ -130,7 +142,7 @@ def open_tokenizer(data, corpus, workdir, vocab_size):
         raise UserError(f"data.tokenizer does not go with prepared data, whose tokens are those of {path}")
     if not path:
         path = pathlib.Path(workdir, "tokenizer.json")
-        if not path.exists() or workdir_lib.read_corpus(workdir) is None:
+        if not path.exists() or not workdir_lib.has_begun(workdir):
             logging.info("training a tokenizer of %d entries", vocab_size)
             train_tokenizer(_sample(corpus.train), vocab_size).save(path)
     tokenizer = load_tokenizer(path)

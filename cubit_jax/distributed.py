@@ -85,9 +85,11 @@ def in_turn(fn, name):
     if global_state.process_id == 0:
         result = fn()
         global_state.client.key_value_set(f"cubit_jax/done/{name}", "")
-        return result
-    global_state.client.blocking_key_value_get(f"cubit_jax/done/{name}", _WEEK)
-    return fn()
+    else:
+        global_state.client.blocking_key_value_get(f"cubit_jax/done/{name}", _WEEK)
+        result = fn()
+    barrier(f"together/{name}")  # a collective, which may come next, waits for the slowest half a minute only
+    return result
 
 
 def from_first(value, name):

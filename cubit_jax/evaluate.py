@@ -56,11 +56,12 @@ def _sums(model, params, batch):
     return model.apply({"params": params}, batch, method="loss")
 
 
-def evaluate(folder, num_recursions=None):
-    """Evaluates the last checkpoint of the run in `folder` on the held-out part of its corpus.
+def evaluate(folder, num_recursions=None, text=None):
+    """Evaluates the last checkpoint of the run in `folder` on the held-out part of its corpus, or on other text.
 
     Args:
       folder: the workdir of train.
+      text: glob of files to evaluate on, all of their text, in the place of the held-out part.
       num_recursions: T of Causal Energy Minimization layers; None is the number they were trained with.
 
     Returns:
@@ -70,9 +71,8 @@ def evaluate(folder, num_recursions=None):
       UserError: no run, no checkpoint or no corpus there, or one that does not fit.
     """
     run = load_trained(folder, **({} if num_recursions is None else {"num_recursions": num_recursions}))
-    corpus = distributed.in_turn(lambda: data.open_corpus(run.config.data, folder), "corpus")
+    corpus = distributed.in_turn(lambda: _open(run.config.data, folder, text), "corpus")
     distributed.agree(corpus.fingerprint, "documents")
-    workdir.check_corpus(folder, {"documents": corpus.fingerprint})  # or what is held out may have been trained on
     rows = math.prod(run.mesh.shape[axis] for axis in partitioning.BATCH_AXES)
     # The result does not depend on the batch; this is the size that training has shown to fit.
     batch_size = -(-run.config.batch_size // run.config.accumulation_steps // rows) * rows
@@ -91,11 +91,21 @@ def evaluate(folder, num_recursions=None):
         return heldout_loss(run.model, run.params, map(put, batches), corpus.heldout_bytes), run.step
 
 
+def _open(data_config, folder, text):
+    if text:
+        return data.open_text(text, data_config.text_field, folder)
+    corpus = data.open_corpus(data_config, folder)
+    workdir.check_corpus(folder, {"documents": corpus.fingerprint})  # or what is held out may have been trained on
+    return corpus
+
+
 def define_flags():
     distributed.define_flags()
     flags.DEFINE_string("workdir", None, "Folder of the run, as given to train; its last checkpoint is evaluated.")
     flags.DEFINE_integer("num_recursions", None, "Steps T of each Causal Energy Minimization layer in the place of "
                          "those it was trained with.", lower_bound=0)
+    flags.DEFINE_string("text", None, "Glob of .txt, .md, .py, .jsonl, .jsonl.gz or .parquet files (quote it) to "
+                        "evaluate on, all of them, in the place of the held-out part of the run's corpus.")
 
 
 def main():
@@ -103,9 +113,10 @@ def main():
 
 
 def _print_evaluation():
-    result, step = evaluate(flags.FLAGS.workdir, flags.FLAGS.num_recursions)
+    text = flags.FLAGS.text
+    result, step = evaluate(flags.FLAGS.workdir, flags.FLAGS.num_recursions, text)
     if jax.process_index() == 0:
-        print(f"held-out part at step {step}: {result.tokens:,} tokens, loss {result.loss:.4f}, "
+        print(f"{text or 'held-out part'} at step {step}: {result.tokens:,} tokens, loss {result.loss:.4f}, "
               f"perplexity {result.perplexity:.2f}, bits per byte {result.bits_per_byte:.4f}")
 
 

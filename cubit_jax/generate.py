@@ -1,4 +1,4 @@
-"""Text from a trained run: python -m cubit_jax.generate --workdir=DIR --prompt='def ' --max_new_tokens=100"""
+"""Text from a trained run: python -m cubit_jax.generate --workdir=DIR --prompt='def' --max_new_tokens=100"""
 
 import functools
 import math
@@ -15,6 +15,8 @@ from cubit_jax.cli import UserError
 from cubit_jax.model import init_cache
 from cubit_jax.trained import load_trained
 
+_COLDEST = 1e-6  # logits divided by less are more than float32 holds
+
 
 def generate_tokens(model, params, tokens, lengths, *, max_new_tokens, end_id, temperature=0.0, top_k=None, top_p=None,
                     seed=0, vocab_size=None):
@@ -26,7 +28,7 @@ def generate_tokens(model, params, tokens, lengths, *, max_new_tokens, end_id, t
       lengths: int [B], their real lengths, from 1 to L.
       max_new_tokens: N, at least 1.
       end_id: a row stops after producing it; the loop stops when all rows have. None never stops.
-      temperature: at least 0; the logits are divided by it. 0 takes the most likely token.
+      temperature: the logits are divided by it; at least 1e-6, or 0, which takes the most likely token.
       top_k: sample from the k most likely tokens only. top_p: from the fewest whose probabilities sum to at least p.
       seed: of the sampling; the same seed and batch give the same tokens.
       vocab_size: ids from here on are never produced; None allows all.
@@ -129,8 +131,8 @@ def generate_text(model, params, tokenizer, prompts, *, max_new_tokens, temperat
 def _check(max_new_tokens, temperature, top_k, top_p):
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"{temperature=} must be at least 0 and finite")
+    if not (temperature == 0 or _COLDEST <= temperature < math.inf):
+        raise ValueError(f"{temperature=} must be 0 (the most likely token), or from {_COLDEST} and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"{top_k=} must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:
@@ -145,10 +147,11 @@ def define_flags():
     flags.DEFINE_integer("max_new_tokens", 100, "Tokens to generate at most; a row stops at the end of its document. "
                          "Together with the prompt they may exceed the length that the model was trained with.")
     flags.DEFINE_float("temperature", 0.7, "Divides the logits before sampling; 0 takes the most likely token.")
-    flags.DEFINE_integer("top_k", None, "Sample from this many most likely tokens only.")
+    flags.DEFINE_integer("top_k", None, "Sample from this many most likely tokens only.", upper_bound=2**31 - 1)
     flags.DEFINE_float("top_p", None, "Sample from the fewest tokens whose probabilities sum to this, above 0 to 1.")
     flags.DEFINE_integer("num_samples", 1, "Continuations of each prompt.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the sampling; the same command gives the same text.")
+    flags.DEFINE_integer("seed", 0, "Of the sampling; the same command gives the same text.",
+                         lower_bound=-2**63, upper_bound=2**63 - 1)
 
 
 def main():
@@ -159,6 +162,11 @@ def main():
         raise UserError("there is no prompt: give --prompt=TEXT or --prompt_file=FILE")
     sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "top_k": options.top_k,
                 "top_p": options.top_p}
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are not UTF-8
+            raise UserError(f"the prompt {prompt!r} is not UTF-8 text") from error
     try:
         _check(**sampling)
     except ValueError as error:

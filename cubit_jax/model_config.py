@@ -75,6 +75,11 @@ class ModelConfig:
         layers = [MIXERS[name] for name in self.mixers] + [MLPS[self.mlp]]
         known = sorted(set().union(*map(option_names, layers)))
         for name in self.options:
+            owners = [owner for owner, layer in (MIXERS | MLPS).items() if name in option_names(layer)]
+            if owners and name not in known:
+                raise ValueError(f"model.options.{name} is an option of {' and '.join(owners)}, which this model of "
+                                 f"{', '.join((*self.mixers, self.mlp))} does not have: leave it out, or begin with "
+                                 f"configs/{owners[0]}.py")
             _check_name("model.options", name, known, f"the options of {', '.join((*self.mixers, self.mlp))}")
         for build in (*(lambda name=name: build_mixer(self, name, parent=None) for name in self.mixers),
                       lambda: build_mlp(self, parent=None)):

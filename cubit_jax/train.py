@@ -7,7 +7,10 @@ started once on each, see docs/launch.md; DIR is then on a file system that they
 
 import dataclasses
 import functools
+import os
 import pathlib
+import shutil
+import sys
 import time
 from typing import Any
 
@@ -101,12 +104,12 @@ def _train(run, stop):
         state, shardings, data_state = _initial_state(run, checkpoints)
         step = int(state["step"])
         _describe(run, state, resumed=data_state is not None)
+        if jax.process_index() == 0:
+            workdir.write_config(folder, config)
+            workdir.write_corpus(folder, {"documents": run.corpus.fingerprint, "tokenizer": run.tokenizer.digest})
+            workdir.clear_preempted(folder)
         evaluation = clock = None
         if step < config.num_steps:
-            if jax.process_index() == 0:
-                workdir.write_config(folder, config)
-                workdir.write_corpus(folder, {"documents": run.corpus.fingerprint, "tokenizer": run.tokenizer.digest})
-                workdir.clear_preempted(folder)
             state, evaluation, clock = _fit(run, state, shardings, data_state, checkpoints, stop)
             step = int(state["step"])
     finally:
@@ -225,7 +228,7 @@ def _report(run, state, evaluation, clock):
     config, folder = run.config, run.workdir
     step = int(state["step"])
     evaluation = evaluation or _make_evaluate(run)(state["params"])
-    prompt = "def " if config.data.source == "stdlib" else ""
+    prompt = "def" if config.data.source == "stdlib" else ""
     sample = generate.generate_text(run.model, state["params"], run.tokenizer, [prompt], max_new_tokens=_SAMPLE_TOKENS,
                                     temperature=0.7, seed=config.seed)[0]
     if jax.process_index():  # what the devices of all processes compute ends here
@@ -237,13 +240,22 @@ def _report(run, state, evaluation, clock):
     _say(f"\ndone        {step:,} steps, {step * config.batch_size * config.seq_len:,} tokens{speed}")
     _say(f"held-out    loss {evaluation['eval/loss']:.4f}, bits per byte {evaluation['eval/bits_per_byte']:.4f} "
          f"(a bigram model of the same tokens: {bigram:.4f})")
+    other = "cubit" if set(run.model_config.mixers) == {"attention"} else "transformer"
     lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in prompt + sample)
     _say("sample\n    " + lines.replace("\n", "\n    "))
     _say(f"""next
-    python -m cubit_jax.generate --workdir={folder} --prompt='{prompt or 'The '}' --max_new_tokens=200
-    python -m cubit_jax.evaluate --workdir={folder}
-    python -m cubit_jax.train --config=configs/transformer.py:tiny --workdir={folder}-transformer   # to compare
+    {_python()} -m cubit_jax.generate --workdir={folder} --prompt='{prompt or 'The'}' --max_new_tokens=200
+    {_python()} -m cubit_jax.evaluate --workdir={folder}
+    to compare, this command again with --config=configs/{other}.py and its size, and another --workdir
     tensorboard --logdir={folder}   # pip install tensorboard""")
+
+
+def _python():
+    """How a shell in this folder calls the interpreter that is running."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    relative = os.path.relpath(sys.executable)
+    return sys.executable if relative.startswith("..") else relative
 
 
 def _first_tokens(documents, tokenizer):

@@ -36,22 +36,31 @@ def with_absolute_paths(config):
 
 def read_config(workdir):
     """The config of the run in `workdir`; UserError where there is none."""
-    path = _path(workdir)
-    try:
-        return config_dict.ConfigDict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise UserError(f"no run in {workdir}: {path.name} is missing; python -m cubit_jax.train makes one") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    config = _read(_path(workdir))
+    if config is None and has_begun(workdir):
+        raise UserError(f"{workdir} has checkpoints but no config.json: put it back, or use another workdir")
+    if config is None:
+        raise UserError(f"no run in {workdir}: config.json is missing; python -m cubit_jax.train makes one")
+    if not all(isinstance(config.get(name), dict) for name in ("model", "data", "mesh")):
+        raise UserError(f"{_path(workdir)} is not the config of a run: it has no model, data or mesh")
+    return config_dict.ConfigDict(config)
+
+
+def has_begun(workdir):
+    """Whether the run in `workdir` has a checkpoint; what was left by a start that had none yet is not kept."""
+    return any(path.name.isdecimal() for path in pathlib.Path(workdir, "checkpoints").glob("*"))
 
 
 def check_config(workdir, config):
-    """Raises UserError, listing the fields that differ, if `workdir` holds a run of another config.
+    """Raises UserError, listing the fields that differ, if `workdir` holds a run of another config, or a broken one.
 
     Fields in MAY_CHANGE may differ. Writes nothing.
     """
-    if not _path(workdir).exists():
+    if not has_begun(workdir):
         return
+    if read_corpus(workdir) is None:
+        raise UserError(f"{workdir} has checkpoints but no corpus.json, which says what they learned from: put it "
+                        "back, or use a new workdir")
     if fields := _differences(_flatten(read_config(workdir)), _flatten(config), _may_change):
         raise UserError(f"{workdir} holds a run of another config; these fields differ: {fields}; "
                         "use another --workdir, or the values it was started with")
@@ -82,7 +91,8 @@ def lock(workdir):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115 (open for as long as the lock is held)
     except OSError as error:
-        raise UserError(f"cannot use {workdir}: {error.strerror}") from error
+        raise UserError(f"cannot use --workdir={workdir}: {error.strerror}; give a folder that can be "
+                        "written") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,9 +102,13 @@ def lock(workdir):
                             "stop it or use another --workdir") from None
         except OSError as error:
             logging.warning("two trainers at once would go unnoticed: %s cannot be locked (%s)", path, error.strerror)
-        file.truncate(0)
-        file.write(note)
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(note)
+            file.flush()
+        except OSError as error:
+            file.truncate(0)  # what could not be written is not tried again when the file is closed
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
         distributed.from_first(note, "lock")
         try:
             yield
@@ -118,7 +132,11 @@ def mark_preempted(workdir, step, signal):
 
 def read_preempted(workdir):
     """{"step", "signal", "time"} of the last stop by a signal; None if there was none since the last start."""
-    return _read(pathlib.Path(workdir, "preempted.json"))
+    try:
+        return _read(pathlib.Path(workdir, "preempted.json"))
+    except UserError as error:  # a note, which the run does not need
+        logging.warning("%s", error)
+        return None
 
 
 def clear_preempted(workdir):
@@ -152,10 +170,12 @@ def check_corpus(workdir, corpus):
     Args:
       corpus: {"documents": hash} or {"tokenizer": hash}, or both.
     """
+    if not has_begun(workdir):
+        return
     there = read_corpus(workdir) or {}
     for name, value in corpus.items():
         if name in there and there[name] != value:
-            raise UserError(f"the {name} changed since the run in {workdir} began; go on with the same, or start in "
+            raise UserError(f"the {name} changed since the run in {workdir} began; put the same back, or train in "
                             "a new workdir")
 
 
@@ -165,13 +185,16 @@ def write_corpus(workdir, corpus):
 
 
 def _read(path):
-    """What a JSON file holds; None where there is none."""
+    """The object that a JSON file holds; None where there is no file."""
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"cannot read {path}: expected a JSON object, found {json.dumps(value)[:40]}")
+    return value
 
 
 def _write(path, value):
@@ -196,7 +219,7 @@ def _flatten(config, prefix=""):
     """{"model.num_layers": 4, ...} with the values as JSON has them (lists for tuples)."""
     result = {}
     for name, value in json.loads(config.to_json()).items() if hasattr(config, "to_json") else config.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             result |= _flatten(value, f"{prefix}{name}.")
         else:
             result[prefix + name] = value

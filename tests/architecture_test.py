@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Lower numbers know nothing of higher ones. `partitioning`, `distributed` and `cli` are leaves for everything above ops.
+# Lower numbers know nothing of higher ones. `partitioning`, `distributed` and `cli` are leaves for all above ops.
 LEVELS = {
     "pallas_kernels": 0,
     "cubit_jax.ops": 1,

@@ -129,6 +129,7 @@ def test_restrictions_keep_the_likely_tokens(top_k, top_p, kept):
 
 @pytest.mark.parametrize("options, message", [
     ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"), ({"temperature": -1.0}, "temperature=-1.0 must"),
+    ({"temperature": 1e-38}, "temperature=1e-38 must"), ({"temperature": float("nan")}, "temperature=nan must"),
     ({"top_k": 0}, "top_k=0 must be at least 1"), ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1")])
 def test_bad_arguments(trained, options, message):
     with pytest.raises(ValueError, match=message):

@@ -73,8 +73,22 @@ def test_a_mesh_for_other_devices_is_replaced(tmp_path):
     assert load_trained(tmp_path / "run").mesh.shape["fsdp"] == jax.device_count()
 
 
+def test_other_text_is_evaluated(run, tmp_path):
+    (tmp_path / "a.txt").write_text("some text é\n")
+    (tmp_path / "b.txt").write_text("and more\n" * 30)
+    (tmp_path / "empty.jsonl").write_text("")
+    result, _ = evaluate.evaluate(run[0], text=f"{tmp_path}/*.txt")
+    tokenizer = load_trained(run[0]).tokenizer
+    texts = [(tmp_path / name).read_text() for name in ("a.txt", "b.txt")]
+    assert result.tokens == sum(len(tokenizer.encode(text)) + 1 for text in texts)
+    size = sum(len(text.encode()) for text in texts)
+    assert result.bits_per_byte == pytest.approx(result.loss * result.tokens / np.log(2) / size)
+    with pytest.raises(UserError, match=r"there is no text in .*empty\.jsonl"):
+        evaluate.evaluate(run[0], text=f"{tmp_path}/empty.jsonl")
+
+
 def test_other_number_of_recursions(run, tmp_path):
-    with pytest.raises(UserError, match=r"num_recursions.*is not one of"):
+    with pytest.raises(UserError, match=r"num_recursions is an option of cem, which this model of cubit, gated"):
         evaluate.evaluate(run[0], num_recursions=2)
     config = base.get_config("tiny")
     config.model.mixers = ("cem",)

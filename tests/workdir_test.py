@@ -12,6 +12,11 @@ from cubit_jax import workdir
 from cubit_jax.cli import UserError
 
 
+def begin(folder):
+    """A run counts once it has a checkpoint."""
+    (folder / "checkpoints" / "5").mkdir(parents=True)
+
+
 def test_config_comes_back_and_fits_itself(micro_config, tmp_path):
     config = micro_config("cubit")
     workdir.check_config(tmp_path / "new", config)
@@ -24,6 +29,8 @@ def test_config_comes_back_and_fits_itself(micro_config, tmp_path):
 def test_fields_of_cost_and_reporting_may_change(micro_config, tmp_path):
     config = micro_config("cubit")
     workdir.write_config(tmp_path, config)
+    workdir.write_corpus(tmp_path, {})
+    begin(tmp_path)
     for name in workdir.MAY_CHANGE:
         assert name in config.to_dict() or name.split(".")[1] in config[name.split(".")[0]], name
     config.update_from_flattened_dict({
@@ -34,6 +41,9 @@ def test_fields_of_cost_and_reporting_may_change(micro_config, tmp_path):
 
 def test_another_config_is_refused_with_every_field_that_differs(micro_config, tmp_path):
     workdir.write_config(tmp_path, micro_config("cubit"))
+    workdir.check_config(tmp_path, micro_config("transformer"))  # nothing is lost
+    begin(tmp_path)
+    workdir.write_corpus(tmp_path, {})
     before = (tmp_path / "config.json").read_text()
     other = micro_config("transformer", **{"model.num_layers": 4, "optimizer.learning_rate": 0.5, "num_steps": 7})
     with pytest.raises(UserError) as caught:
@@ -49,9 +59,16 @@ def test_another_config_is_refused_with_every_field_that_differs(micro_config, t
 def test_folders_that_cannot_be_used_are_one_line(micro_config, tmp_path):
     with pytest.raises(UserError, match=r"no run in .*config\.json is missing"):
         workdir.read_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"seed": ')
-    with pytest.raises(UserError, match="cannot read"):
+    begin(tmp_path)
+    with pytest.raises(UserError, match=r"has checkpoints but no corpus\.json"):
         workdir.check_config(tmp_path, micro_config())
+    workdir.write_corpus(tmp_path, {})
+    with pytest.raises(UserError, match=r"has checkpoints but no config\.json"):
+        workdir.check_config(tmp_path, micro_config())
+    for damaged, words in (('{"seed": ', "cannot read"), ("[]", "cannot read"), ("{}", "is not the config of a run")):
+        (tmp_path / "config.json").write_text(damaged)
+        with pytest.raises(UserError, match=words):
+            workdir.check_config(tmp_path, micro_config())
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write"):
         workdir.write_config(tmp_path / "file", micro_config())
@@ -70,15 +87,17 @@ def test_a_run_may_go_on_from_another_folder(micro_config, monkeypatch, tmp_path
 def test_what_a_run_learns_from_stays_the_same(tmp_path):
     assert workdir.read_corpus(tmp_path) is None
     workdir.check_corpus(tmp_path, {"documents": "a"})
+    begin(tmp_path)
     workdir.write_corpus(tmp_path, {"documents": "a", "tokenizer": "b"})
     workdir.check_corpus(tmp_path, {"documents": "a", "tokenizer": "b"})
     with pytest.raises(UserError, match="the documents changed since the run in"):
         workdir.check_corpus(tmp_path, {"documents": "c"})
     with pytest.raises(UserError, match="the tokenizer changed since the run in"):
         workdir.check_corpus(tmp_path, {"documents": "a", "tokenizer": "c"})
-    (tmp_path / "corpus.json").write_text("{")
-    with pytest.raises(UserError, match="cannot read"):
-        workdir.read_corpus(tmp_path)
+    for damaged in ("{", "", "5"):
+        (tmp_path / "corpus.json").write_text(damaged)
+        with pytest.raises(UserError, match="cannot read"):
+            workdir.read_corpus(tmp_path)
 
 
 def test_second_trainer_is_refused_until_the_first_has_ended(tmp_path):

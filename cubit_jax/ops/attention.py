@@ -46,14 +46,9 @@ def check(q, k, v, segment_ids, window, layout=None):
     for array in (q, k, v):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{array.dtype=} must be floating")
-    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
-        raise ValueError(f"{segment_ids.shape=} must be [B, L] = {q.shape[:2]}")
-    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"{segment_ids.dtype=} must be an integer type")
+    masks.check_masks(q.shape, segment_ids, window)
     if window is None:
         return None
-    if isinstance(window, bool) or int(window) != window or window < 1:
-        raise ValueError(f"{window=} must be a positive integer")
     return int(window) if window < (q.shape[1] if layout is None else layout.length) else None
 
 

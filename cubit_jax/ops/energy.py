@@ -39,7 +39,7 @@ def interaction_energy(state, context, w_q, w_k, diag=None, *, tau=None, positio
     Raises:
       ValueError: malformed shapes.
     """
-    tau = check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids)
+    tau = check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids, window)
     dtype = tiles.compute_dtype(state, context, w_q)
     state, context, w_q, w_k = (a.astype(dtype) for a in (state, context, w_q, w_k))
     diag = None if diag is None else diag.astype(dtype)
@@ -149,7 +149,7 @@ def join_rows(blocks, length):
 
 
 
-def check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids):
+def check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids, window):
     """Raises ValueError for malformed arguments; returns tau as a float."""
     _check_state(state, context)
     model_dim = state.shape[-1]
@@ -159,8 +159,7 @@ def check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_id
         raise ValueError(f"{diag.shape=} must be [D] or [H, D] with H={w_q.shape[1]}, D={model_dim}")
     if positions is not None and positions.shape not in (state.shape[:2], state.shape[1:2]):
         raise ValueError(f"{positions.shape=} must be [B, L] or [L] of {state.shape=}")
-    if segment_ids is not None and segment_ids.shape != state.shape[:2]:
-        raise ValueError(f"{segment_ids.shape=} must be [B, L] of {state.shape=}")
+    masks.check_masks(state.shape, segment_ids, window)
     tau = w_q.shape[-1] ** 0.5 if tau is None else float(tau)
     if not tau > 0:
         raise ValueError(f"{tau=} must be above 0")
@@ -177,3 +176,8 @@ def check_elementwise(state, context, w_up, w_gate):
 def _check_state(state, context):
     if state.ndim != 3 or context.shape != state.shape:
         raise ValueError(f"{context.shape=} must equal {state.shape=}, both [B, L, D]")
+    if 0 in state.shape:
+        raise ValueError(f"{state.shape=} must have no dimension of size 0")
+    for array in (state, context):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{array.dtype=} must be floating")

@@ -14,6 +14,7 @@ float32 state beside 16-bit context keeps the small differences that many steps 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cubit_jax.ops import masks, tiles
 from cubit_jax.ops.attention import attention
@@ -37,7 +38,7 @@ def interaction_step(state, context, w_q, w_k, diag=None, *, tau=None, positions
     Raises:
       ValueError: malformed input. NotImplementedError: input that the named implementation cannot do.
     """
-    check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids)
+    check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids, window)
     keys = interaction_keys(context, w_k, positions=positions, theta=theta)
     return interaction_step_from_keys(state, context, keys, w_q, diag, tau=tau, positions=positions, theta=theta,
                                       segment_ids=segment_ids, window=window, implementation=implementation)
@@ -128,7 +129,12 @@ def precondition(vector, d, u=None, v=None):
     Returns:
       [..., D] in the dtype of vector. The matrix is symmetric but need not be positive definite: see
       `preconditioner_margin`.
+
+    Raises:
+      ValueError: one of u and v without the other.
     """
+    if (u is None) != (v is None):
+        raise ValueError(f"u and v must be given together or not at all, got {u=} and {v=}")
     dtype = tiles.compute_dtype(vector)
     out = jax.nn.softplus(d.astype(dtype)) * vector.astype(dtype)
     if u is not None:
@@ -165,11 +171,19 @@ def minimize(step, state, *, num_steps, step_size, precondition=None):
 
     Returns:
       The state after the last step, same shape and dtype.
+
+    Raises:
+      ValueError: num_steps is no integer or negative; a direction of another shape than the state.
     """
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int | np.integer) or num_steps < 0:
+        raise ValueError(f"{num_steps=} must be an integer, at least 0")
+
     def body(state, _):
         direction = step(state)
         if precondition is not None:
             direction = precondition(direction)
+        if direction.shape != state.shape:
+            raise ValueError(f"{direction.shape=} must equal {state.shape=}")
         return state + jnp.asarray(step_size, state.dtype) * direction, None
 
     return jax.lax.scan(body, state, None, length=num_steps)[0]

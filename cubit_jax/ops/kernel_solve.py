@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cubit_jax.ops import context, dispatch, tiles
 from cubit_jax.ops.attention import check, dense_weights
@@ -38,11 +39,11 @@ def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, wi
     batch, length, num_heads, _ = query.shape
     if (ridge is None) == (beta is None):
         raise ValueError(f"exactly one of ridge and beta must be given, got {ridge=} and {beta=}")
-    if ridge is not None and ridge.shape != (num_heads,):
+    if ridge is not None and (ridge := jnp.asarray(ridge)).shape != (num_heads,):
         raise ValueError(f"{ridge.shape=} must be [H] with {num_heads=}")
-    if beta is not None and beta.shape != (batch, length, num_heads):
+    if beta is not None and (beta := jnp.asarray(beta)).shape != (batch, length, num_heads):
         raise ValueError(f"{beta.shape=} must be [B, L, H] = {(batch, length, num_heads)}")
-    if block_size is not None and (int(block_size) != block_size or block_size < 1):
+    if block_size is not None and (not isinstance(block_size, int | np.integer) or block_size < 1):
         raise ValueError(f"{block_size=} must be a positive integer")
     implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.kernel_solve, layout)
     return dispatch.run("kernel_solve", implementations, implementation, query, key, rhs, ridge=ridge, beta=beta,

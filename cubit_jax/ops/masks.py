@@ -1,5 +1,8 @@
 """Which columns a row sees: the one definition that dense, blockwise and decoding code share."""
 
+import jax.numpy as jnp
+import numpy as np
+
 
 def visible(row, column, row_segments=None, column_segments=None, *, window=None, strict=False):
     """Whether row i sees column j: causal, inside the sliding window, in the same segment, never padding.
@@ -23,3 +26,15 @@ def visible(row, column, row_segments=None, column_segments=None, *, window=None
         row_segments, column_segments = row_segments[..., :, None], column_segments[..., None, :]
         mask = mask & (row_segments == column_segments) & (column_segments != 0)
     return mask
+
+
+def check_masks(shape, segment_ids, window):
+    """Raises ValueError unless segment_ids fit arrays of shape [B, L, ...] and window is None or at least 1."""
+    if segment_ids is not None and np.shape(segment_ids) != shape[:2]:
+        raise ValueError(f"segment_ids.shape={np.shape(segment_ids)} must be [B, L] = {shape[:2]}")
+    if segment_ids is not None and not jnp.issubdtype(jnp.result_type(segment_ids), jnp.integer):
+        raise ValueError(f"segment_ids.dtype={jnp.result_type(segment_ids)} must be an integer type")
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
+        raise ValueError(f"{window=} must be a positive integer")

@@ -326,6 +326,12 @@ def test_malformed_input_is_named():
         "positions.shape": {"positions": jnp.arange(3)},
         "segment_ids.shape": {"segment_ids": jnp.ones((B, 3), jnp.int32)},
         "tau": {"tau": 0.0},
+        "window=0": {"window": 0},
+        "window=1.5": {"window": 1.5},
+        "window=True": {"window": True},
+        "array.dtype": {"context": jnp.ones(inputs["context"].shape, jnp.int32)},
+        "no dimension of size 0": {"state": jnp.ones((0, 4, D)), "context": jnp.ones((0, 4, D)), "segment_ids": None,
+                                   "positions": None},
     }
     for name, change in bad.items():
         for read in (ops.interaction_energy, ops.interaction_step):
@@ -334,6 +340,15 @@ def test_malformed_input_is_named():
     x = inputs["state"]
     with pytest.raises(ValueError, match=r"w_up\.shape"):
         ops.elementwise_step(x, x, jnp.ones((D, 8)), jnp.ones((D, 7)))
+    with pytest.raises(ValueError, match=r"array\.dtype"):
+        ops.elementwise_step(jnp.ones(x.shape, int), x, jnp.ones((D, 8)), jnp.ones((D, 8)))
+    for num_steps in (-1, 1.5, "2"):
+        with pytest.raises(ValueError, match="num_steps"):
+            ops.minimize(lambda x: -x, x, num_steps=num_steps, step_size=0.1)
+    with pytest.raises(ValueError, match=r"direction\.shape"):
+        ops.minimize(lambda x: -x[:, :1], x, num_steps=1, step_size=0.1)
+    with pytest.raises(ValueError, match="u and v must be given together"):
+        ops.precondition(x, jnp.ones(D), jnp.ones((D, 2)))
     with pytest.raises(ValueError, match="did you mean 'silu'"):
         ops.elementwise_step(x, x, jnp.ones((D, 8)), jnp.ones((D, 8)), activation="siluu")
     with pytest.raises(NotImplementedError, match="no device kernel"):

@@ -53,6 +53,8 @@ def test_diagonal_of_the_system(error):
     ({"window": 0}, "window=0 must be"),
     ({"window": 2.5}, "window=2.5 must be"),
     ({"block_size": 0}, "block_size=0 must be"),
+    ({"block_size": 2.0}, "block_size=2.0 must be"),
+    ({"ridge": 1e-2}, r"ridge.shape=\(\) must be"),
 ])
 def test_malformed_input_is_an_error(change, message):
     x = jnp.ones((2, 5, 3, 8))

@@ -5,7 +5,9 @@ its final name only when everything in it is written, so that a process killed a
 """
 
 import json
+import os
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -228,4 +230,6 @@ def _manager(folder, options):
 def _reason(error):
     """The first line of an error; its end where the operating system's message stands at the end."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if code := re.search(r"os_error_code='(\d+)'", text):  # TensorStore puts the system's message anywhere
+        return os.strerror(int(code[1]))
     return f"...{text[-160:]}" if len(text) > 200 else text

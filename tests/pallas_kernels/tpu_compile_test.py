@@ -3,6 +3,7 @@
 The interpreters accept much that a TPU does not (unaligned slices, primitives without a lowering, too much memory).
 """
 
+import itertools
 import os
 
 import jax
@@ -48,10 +49,14 @@ def compile_for(chip, dtype, dim, length, *, heads=8, strict=False, segments=Fal
     assert "kernel_solve_tpu_backward" in text
 
 
-@pytest.mark.parametrize("length", [1024, 8192])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("chip", CHIPS)
+EVERY = list(itertools.product(CHIPS, ["float32", "bfloat16"], [64, 128], [1024, 8192]))
+
+
+# Always the longer sequence with the wider head and the shorter with the narrower; the rest with `-m slow`.
+@pytest.mark.parametrize(
+    ("chip", "dtype", "dim", "length"),
+    [pytest.param(*case, marks=() if (case[2] == 128) == (case[3] == 8192) else pytest.mark.slow) for case in EVERY],
+)
 def test_compiles(chip, dtype, dim, length):
     compile_for(chip, dtype, dim, length)
 

@@ -90,7 +90,7 @@ def test_accumulation_is_weighted_by_tokens(uneven, count):  # H23
         assert actual["tokens"] == 400
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
 def test_devices_do_not_change_the_result(uneven, sizes):  # H23
     config, batches, (expected, expected_history) = uneven
     state, history = run(config, batches, **sizes)

@@ -218,7 +218,7 @@ def test_causal():  # H12
         np.testing.assert_array_equal(u[:, :last], whole[:, :last])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_head_dims(dtype, error, reference, one_program):  # H07
     limits = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
     for head_dim in (8, 16, 24, 48, 64, 80, 96, 128) + (256,) * (dtype == jnp.bfloat16):  # float32: see test_refusals

@@ -134,7 +134,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strict", [False, True])
 def test_every_block_size_gives_the_same(error, reference, strict):  # H01
     arrays = inputs(1, 500, 2, 128, strict=strict)
     sizes = SIZES[:2] if strict else SIZES
@@ -182,7 +182,7 @@ def test_segments(error, reference, strict):  # H10, H11
         assert error(actual[1:2, 130:250], wanted) <= 1e-5, name
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_head_dims(dtype, error, reference, one_program):  # H07
     """Those that are padded to 64, to 128 and to 256: every channel counts."""
     forward, gradient = (FORWARD, GRADIENT) if dtype == jnp.float32 else (LOW_PRECISION, LOW_PRECISION)

@@ -16,10 +16,10 @@ import time
 import jax
 from absl import flags
 
-from cubit_jax import cli, metrics, optimizer, partitioning, plan_advice, topology, train_step
+from cubit_jax import cli, metrics, partitioning, plan_advice, topology, train_step
 from cubit_jax.cli import UserError
 from cubit_jax.collectives import traffic
-from cubit_jax.model import LanguageModel, ModelConfig, count_parameters
+from cubit_jax.model import LanguageModel, count_parameters
 from cubit_jax.ops import dispatch
 from cubit_jax.topology import GIB
 
@@ -80,17 +80,16 @@ def main():
     values = flags.FLAGS
     if values.tries < 0:
         raise UserError(f"--tries={values.tries} must be at least 0")
-    if values.json and not os.access(os.path.dirname(os.path.abspath(values.json)), os.W_OK):
-        raise UserError(f"cannot write --json={values.json}: its folder is not there or not writable")
+    if values.json:
+        path = os.path.abspath(values.json)
+        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
+            raise UserError(f"cannot write --json={values.json}: it is a folder, or its folder is not there or not "
+                            "writable")
     topology.prepare()
     target = topology.open_topology(values.topology, values.num_slices)
     plan = make_plan(values.config, target, values.num_slices, values.tries)
     if values.json:
-        try:
-            with open(values.json, "w") as file:
-                json.dump(dataclasses.asdict(plan), file, indent=1)
-        except OSError as error:
-            raise UserError(f"cannot write --json={values.json}: {error.strerror}") from error
+        cli.write_atomically(path, json.dumps(dataclasses.asdict(plan), indent=1).encode())
     print(describe(plan) if plan.fits else refusal(plan), flush=True)
     return 0 if plan.fits else 2
 
@@ -167,14 +166,7 @@ def _compile(config, target, num_slices):
 def _checked(config, target):
     """(LanguageModel, mesh of the topology's devices); UserError as train would raise it."""
     try:
-        for name in ("batch_size", "accumulation_steps", "num_steps"):
-            if config[name] < 1:
-                raise ValueError(f"{name}={config[name]} must be at least 1")
-        model_config = ModelConfig.from_config(config)
-        optimizer.check(config)
-        mesh = partitioning.make_mesh(config.mesh, target.devices)
-        partitioning.check(mesh, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps,
-                           model=model_config)
+        model_config, mesh = train_step.check(config, target.devices)
     except ValueError as error:
         raise UserError(f"{error} (on {target.name})") from error
     return LanguageModel(model_config), mesh

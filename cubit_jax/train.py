@@ -25,7 +25,6 @@ from cubit_jax import (
     evaluate,
     generate,
     metrics,
-    optimizer,
     partitioning,
     train_step,
     workdir,
@@ -39,8 +38,6 @@ from cubit_jax.train_loop import Loop
 
 _BIGRAM_TOKENS = 20_000_000  # tokens of training text that the bigram baseline is fitted on, at most
 _SAMPLE_TOKENS = 120
-_AT_LEAST_1 = ("num_steps", "batch_size", "accumulation_steps", "seq_len", "log_every", "checkpoint_every",
-               "keep_checkpoints", "max_skipped_updates")
 
 
 def define_flags():
@@ -90,9 +87,18 @@ def train(config, folder):
     """
     config = workdir.with_absolute_paths(config)
     workdir.check_processes(config)
-    _check(config, folder)
+    try:
+        model_config, mesh = train_step.check(config)
+        partitioning.process_share(mesh)
+    except ValueError as error:
+        raise UserError(error) from error
+    workdir.check_config(folder, config)
     with workdir.lock(folder):
-        run = open_run(config, folder)
+        workdir.check_config(folder, config)  # of a trainer that has just left, too
+        corpus, tokenizer = distributed.in_turn(lambda: _open_data(config, folder), "data")
+        distributed.agree(corpus.fingerprint, "documents")
+        distributed.agree(tokenizer.digest, "tokenizer")
+        run = Run(config, folder, model_config, mesh, corpus, tokenizer)
         with jax.set_mesh(run.mesh), StopRequest() as stop:
             _train(run, stop)
 
@@ -122,47 +128,12 @@ def _train(run, stop):
         _report(run, state, evaluation, clock)
 
 
-def open_run(config, folder):
-    """Checks everything that can be checked before the first array is made, and returns the Run; else UserError."""
-    model_config, mesh = _check(config, folder)
-    corpus, tokenizer = distributed.in_turn(lambda: _open_data(config, folder), "data")
-    distributed.agree(corpus.fingerprint, "documents")
-    distributed.agree(tokenizer.digest, "tokenizer")
-    return Run(config, folder, model_config, mesh, corpus, tokenizer)
-
-
 def _open_data(config, folder):
     corpus = data.open_corpus(config.data, folder)
     workdir.check_corpus(folder, {"documents": corpus.fingerprint})
     tokenizer = data.open_tokenizer(config.data, corpus, folder, config.model.vocab_size)
     workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
     return corpus, tokenizer
-
-
-def _check(config, folder):
-    """(ModelConfig, mesh) of a config that is right in itself and fits the devices and the folder; writes nothing."""
-    try:
-        for name in _AT_LEAST_1:
-            if config[name] < 1:
-                raise UserError(f"{name}={config[name]} must be at least 1")
-        if not 0 <= config.seed < 2**32:
-            raise UserError(f"seed={config.seed} must be at least 0 and below 2**32")
-        for name in ("eval_every", "diagnostics_every"):
-            if config[name] < 0:
-                raise UserError(f"{name}={config[name]} must be at least 1, or 0 for never")
-        if config.profile.first_step < 0 or config.profile.num_steps < 1:
-            raise UserError(f"profile.first_step={config.profile.first_step} must be at least 1, or 0 for never, and "
-                            f"profile.num_steps={config.profile.num_steps} at least 1")
-        model_config = ModelConfig.from_config(config)
-        optimizer.check(config)
-        mesh = partitioning.make_mesh(config.mesh)
-        partitioning.check(mesh, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps,
-                           model=model_config)
-        partitioning.process_share(mesh)
-    except ValueError as error:
-        raise UserError(error) from error
-    workdir.check_config(folder, config)
-    return model_config, mesh
 
 
 def _initial_state(run, checkpoints):

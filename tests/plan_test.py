@@ -157,6 +157,7 @@ def test_missing_compiler_says_what_to_install(name, what, monkeypatch):
 @pytest.mark.parametrize("arguments, message", [
     (["--topology=v5e:2x4x"], "is not known"),
     (["--topology=v5e:2x4", "--json=/nowhere/plan.json"], "cannot write --json=/nowhere/plan.json"),
+    (["--topology=v5e:2x4", "--json=/"], "cannot write --json=/: it is a folder"),
 ])
 def test_mistakes_are_one_line_and_exit_code_1(arguments, message):
     code, out, err = run(*arguments)

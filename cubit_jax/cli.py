@@ -1,17 +1,44 @@
-"""What the command-line programs share: one-line errors and flag parsing."""
+"""What the command-line programs share: one-line errors, files written whole or not at all, flag parsing."""
 
+import contextlib
 import logging as std_logging
 import os
+import pathlib
 import re
 import sys
+import tempfile
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 
 class UserError(Exception):
     """A mistake of the user's. The message is one line that names the value, what was expected and what to do."""
+
+
+@contextlib.contextmanager
+def named_errors(action, *kinds):
+    """An OSError, or one of other `kinds`, that ends the block becomes a UserError: the action, and the reason."""
+    try:
+        yield
+    except (OSError, *kinds) as error:
+        raise UserError(f"{action}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def write_atomically(path, content):
+    """Writes bytes to `path`, in a folder that is made, through a temporary file there; UserError if that fails."""
+    path = pathlib.Path(path)
+    with named_errors(f"cannot write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(temporary, 0o644)  # mkstemp's files are private
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
 
 
 def run(main, required=()):
@@ -34,7 +61,7 @@ def run(main, required=()):
             sys.exit(main())
         except (UserError, NotImplementedError) as error:  # the latter: what an implementation named cannot do, and why
             fail(error)
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:  # JAX's is one; importing JAX here would bring it to every tokenizing worker
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             fail(f"out of memory ({str(error).splitlines()[0]}): lower seq_len or batch_size, raise "

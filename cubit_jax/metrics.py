@@ -4,7 +4,6 @@ Keys: step, train/loss, eval/loss, eval/bits_per_byte, learning_rate, gradient_n
 model_flop_utilization (devices of known peak only), skipped_updates, diagnostics/... (a number a layer).
 """
 
-import contextlib
 import errno
 import json
 import math
@@ -16,7 +15,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from cubit_jax.cli import UserError
+from cubit_jax.cli import named_errors, write_atomically
 
 # Dense bfloat16 FLOP/s of one device as JAX counts them, from the vendors' data sheets; by Device.device_kind.
 PEAK_FLOPS = {
@@ -36,22 +35,18 @@ class JsonLines:
 
     def __init__(self, path, resume_step):
         self._path = pathlib.Path(path)
-        try:
+        with self._named_errors():
             if self._path.exists():
                 self._drop_after(resume_step)
             # Unbuffered: nothing is left over that closing the file would try to write once more on a full disk.
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open for as long as the run)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def write(self, step, values):
         record = {"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = (json.dumps(record) + "\n").encode()
-        try:
+        with self._named_errors():
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise self._failed(error) from error
 
     def close(self):
         self._file.close()
@@ -60,12 +55,10 @@ class JsonLines:
         lines = self._path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
         if kept != lines:
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_bytes(b"".join(kept))
-            os.replace(temporary, self._path)
+            write_atomically(self._path, b"".join(kept))
 
-    def _failed(self, error):
-        return UserError(f"cannot write {self._path}: {error.strerror or error}")
+    def _named_errors(self):
+        return named_errors(f"cannot write {self._path}")
 
 
 def _step_of(line):
@@ -100,12 +93,8 @@ class TensorBoard:
         with self._named_errors():
             self._events.close()
 
-    @contextlib.contextmanager
     def _named_errors(self):
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"cannot write {self._folder}: {error.strerror or error}") from error
+        return named_errors(f"cannot write {self._folder}")
 
 
 class Writers:

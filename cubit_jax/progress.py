@@ -11,7 +11,7 @@ import jax
 import tqdm
 from jax.experimental import multihost_utils
 
-from cubit_jax.cli import UserError
+from cubit_jax.cli import named_errors
 
 
 class Progress:
@@ -136,7 +136,7 @@ class Trace:
     def before(self, step):
         """To be called before each step."""
         if self._steps and step == self._steps[0]:
-            with self._named_errors():
+            with named_errors(f"cannot write a profile to {self._folder}", RuntimeError):
                 jax.profiler.start_trace(self._folder)
             self._running = True
 
@@ -151,15 +151,8 @@ class Trace:
         """Ends and writes a trace that is not complete."""
         if self._running:
             self._running = False
-            with self._named_errors():
+            with named_errors(f"cannot write a profile to {self._folder}", RuntimeError):
                 jax.profiler.stop_trace()
-
-    @contextlib.contextmanager
-    def _named_errors(self):
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"cannot write a profile to {self._folder}: {error}") from error
 
 
 def format_seconds(seconds):

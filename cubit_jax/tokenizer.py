@@ -2,15 +2,13 @@
 
 import hashlib
 import json
-import os
 import pathlib
 import re
-import tempfile
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from cubit_jax.cli import UserError
+from cubit_jax.cli import UserError, write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 # The token between documents, under the names that published tokenizers give it; the first one present is used.
@@ -134,21 +132,3 @@ def check_vocabulary(tokenizer, vocab_size, origin="the tokenizer"):
     if tokenizer.vocab_size > vocab_size:
         raise UserError(f"vocabulary mismatch: {origin} has {tokenizer.vocab_size} ids but the model's vocabulary is "
                         f"{vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}")
-
-
-def write_atomically(path, content):
-    """Writes bytes to `path` through a temporary file in the same directory; UserError if that fails."""
-    path = pathlib.Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.chmod(temporary, 0o644)  # mkstemp's files are private
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error

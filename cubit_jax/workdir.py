@@ -13,7 +13,7 @@ from absl import logging
 from ml_collections import config_dict
 
 from cubit_jax import distributed
-from cubit_jax.cli import UserError
+from cubit_jax.cli import UserError, write_atomically
 
 # What may differ when a run goes on: how fast it runs, what it costs and how often it reports, not what is learned.
 # num_steps may be raised to go on longer; the learning rate then follows the schedule of the new length. Where the data
@@ -198,13 +198,7 @@ def _read(path):
 
 
 def _write(path, value):
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(value, indent=2) + "\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _path(workdir):

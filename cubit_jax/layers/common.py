@@ -44,7 +44,7 @@ class Mixer(nn.Module):
 
     def cache_dtypes(self, dtype):
         """{name: dtype} of the arrays [B, max_len, H, K] that decoding keeps."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must say what it keeps for decoding")
 
     def init_cache(self, batch, max_len, dtype, model_dim=None):
         """Empty arrays for `batch` rows of at most `max_len` tokens, without the length, which the model keeps once.

@@ -66,7 +66,7 @@ def _reference(query, key, rhs, *, ridge, beta, segment_ids, window, scale, bloc
         return jax.lax.linalg.triangular_solve(*arrays, left_side=True, lower=True, unit_diagonal=strict)
 
     # One after the other: on a CPU two batches of solves in one program (u and its gradient) can wait for each other
-    # for ever, each holding threads that the other needs.
+    # for ever, each holding threads that the other needs. Under jax.vmap they are batches again.
     u = jax.lax.map(lambda batch: jax.lax.map(solve, batch), (system, rhs.astype(dtype).transpose(0, 2, 1, 3)))
     return u.transpose(0, 2, 1, 3)
 

@@ -14,10 +14,6 @@ is no time: over the first --check_rows rows, whose output and gradients later r
 """
 
 import json
-import os
-import pathlib
-import platform
-import re
 
 import jax
 import matplotlib
@@ -25,7 +21,7 @@ from absl import flags
 
 from cubit_jax import cli
 from experiments import measure
-from experiments.options import known, positive_integers
+from experiments.options import integers, known, output_path
 
 IMPLEMENTATIONS = ("xla", "pallas", "reference")
 NAMES = measure.OPS + measure.MIXER_NAMES
@@ -49,21 +45,6 @@ def define_flags():
         "matrix_size", None, "Side of the matrix product. Default: 1024 on a CPU, else 8192.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of inputs and order.")
     flags.DEFINE_string("output", "benchmark", "Path without ending of the .json and .png files.")
-
-
-def environment():
-    """Where the numbers come from."""
-    device = jax.devices()[0]
-    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "runtime": device.client.platform_version}
-    return {"device": device.device_kind, "platform": device.platform, "processor": processor(),
-            "processor_cores": os.cpu_count(), "versions": versions}
-
-
-def processor():
-    """The name of the host's processor."""
-    info = pathlib.Path("/proc/cpuinfo")  # Linux; elsewhere what Python knows
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return names[0] if names else platform.processor()
 
 
 def plot(records, path):
@@ -101,12 +82,10 @@ def main():
         "implementations", options.implementations or ["xla", "pallas"][:1 + accelerator], IMPLEMENTATIONS)
     dtypes = known("dtypes", options.dtypes or ["bfloat16" if accelerator else "float32"], tuple(measure.LIMITS))
     directions = known("passes", options.passes, measure.PASSES)
-    lengths = positive_integers("lengths", options.lengths)
-    output = pathlib.Path(options.output)
-    if not output.parent.is_dir():
-        raise cli.UserError(f"--output={output}: there is no folder {output.parent}")
+    lengths = integers("lengths", options.lengths)
+    output = output_path(options.output)
 
-    where = environment()
+    where = measure.environment()
     print(f"{where['device']}, jax {jax.__version__}; B={options.batch} H={options.num_heads} K={options.head_dim}")
     records = []
     for dtype in dtypes:

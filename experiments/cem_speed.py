@@ -8,11 +8,9 @@ interaction with the first T; "spread" is the distance of the quartiles as a sha
 compiler sets aside for temporaries.
 """
 
+import functools
 import json
-import pathlib
-import random
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,8 @@ from absl import flags
 from cubit_jax import cli
 from cubit_jax.layers import Attention, CEMAttention
 from cubit_jax.layers.cem import INTERACTIONS
+from experiments.measure import spread, time_in_turns
+from experiments.options import integers, known, output_path
 
 
 def define_flags():
@@ -49,15 +49,8 @@ def compile_layer(layer, x):
 def measure(layers, x, rounds, seed=0):
     """{name: (list of seconds, bytes of temporaries)} of layers run in turns."""
     compiled = {name: compile_layer(layer, x) for name, layer in layers.items()}
-    times = {name: [] for name in layers}
-    rng = random.Random(seed)
-    for turn in range(rounds + 1):
-        for name in rng.sample(list(layers), len(layers)):
-            run, arguments = compiled[name]
-            begin = time.perf_counter()
-            jax.block_until_ready(run(*arguments))
-            if turn:  # the first round warms up
-                times[name].append(time.perf_counter() - begin)
+    times = time_in_turns({name: functools.partial(run, *arguments) for name, (run, arguments) in compiled.items()},
+                          rounds, seed=seed)
     return {name: (times[name], compiled[name][0].memory_analysis().temp_size_in_bytes) for name in layers}
 
 
@@ -66,25 +59,22 @@ def table(results):
     medians = {name: statistics.median(seconds) for name, (seconds, _) in results.items()}
     first = {}
     for name, (seconds, memory) in results.items():
-        low, _, high = statistics.quantiles(seconds, n=4)
         kind = name.rpartition(" T=")[0]
         first.setdefault(kind, medians[name])
-        yield {"layer": name, "milliseconds": 1e3 * medians[name], "spread": (high - low) / medians[name],
+        yield {"layer": name, "milliseconds": 1e3 * medians[name], "spread": spread(seconds),
                "of_attention": medians[name] / medians["attention"],
                "of_first": medians[name] / first[kind] if kind else None, "mebibytes": memory / 2**20}
 
 
 def main():
     values = flags.FLAGS
-    for name in values.interactions:
-        if name not in INTERACTIONS:
-            raise cli.UserError(f"--interactions={name} must be of {', '.join(INTERACTIONS)}")
-    if not all(t.isdecimal() for t in values.recursions):
-        raise cli.UserError(f"--recursions={','.join(values.recursions)}: give integers with commas between")
+    output = output_path(values.output) if values.output else None
+    interactions = known("interactions", values.interactions, INTERACTIONS)
+    recursions = integers("recursions", values.recursions, lowest=0)
     shape = {"num_heads": values.num_heads, "head_dim": values.head_dim, "dtype": jnp.dtype(values.dtype)}
     layers = {"attention": Attention(**shape)} | {
-        f"{interaction} T={t}": CEMAttention(**shape, interaction=interaction, num_recursions=int(t))
-        for interaction in values.interactions for t in values.recursions}
+        f"{interaction} T={t}": CEMAttention(**shape, interaction=interaction, num_recursions=t)
+        for interaction in interactions for t in recursions}
     x = jax.random.normal(jax.random.key(1), (values.batch, values.length, values.num_heads * values.head_dim),
                           values.dtype)
     records = list(table(measure(layers, x, values.rounds)))
@@ -95,8 +85,8 @@ def main():
         of_first = "" if r["of_first"] is None else f"{r['of_first']:.2f}"
         print(f"{r['layer']:<22} {r['milliseconds']:>8.1f} {r['spread']:>7.1%} {r['of_attention']:>12.2f} "
               f"{of_first:>6} {r['mebibytes']:>8.1f}")
-    if values.output:
-        pathlib.Path(values.output).write_text(json.dumps(records, indent=2) + "\n")
+    if output:
+        output.write_text(json.dumps(records, indent=2) + "\n")
 
 
 if __name__ == "__main__":

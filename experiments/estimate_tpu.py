@@ -23,7 +23,7 @@ import tempfile
 from absl import flags
 
 from cubit_jax import cli
-from experiments.options import known, positive_integers
+from experiments.options import integers, known, output_path
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 CASES = ("flash", "cubit", "deltaformer", "cubit+segments", "deltaformer+segments", "cubit+window")
@@ -169,7 +169,8 @@ def main():
         compile_case(json.loads(options.case))
         return
     chips = known("chips", options.chips, CHIPS)
-    lengths = positive_integers("lengths", options.lengths)
+    output = output_path(options.json, "json") if options.json else None
+    lengths = integers("lengths", options.lengths)
     passes, names = known("passes", options.passes, PASSES), known("cases", options.cases, CASES)
     ours = None
     if options.blocks:
@@ -205,8 +206,8 @@ def main():
                         best = min(best or kernels, kernels)
                     ratios = f" {kernels / best:9.2f} {everything / best:6.2f}" if best else ""
                     print(f"{line} {kernels:10,} {everything:10,}{ratios}", flush=True)
-                if options.json:
-                    with open(options.json, "a") as file:
+                if output:
+                    with output.open("a") as file:
                         file.write(json.dumps({**case, "cycles": cycles}) + "\n")
 
 

@@ -16,9 +16,6 @@ differences; writes OUTPUT.json and OUTPUT.png. "exact" is the posterior mean of
 import itertools
 import json
 import math
-import os
-import pathlib
-import platform
 import time
 
 import jax
@@ -31,6 +28,8 @@ from flax import linen as nn
 
 from cubit_jax import cli
 from cubit_jax.layers import CEMMLP, Attention, CEMAttention, GatedMLP
+from experiments.measure import environment
+from experiments.options import integers, output_path
 
 LENGTH_SCALE, NOISE, EXTENT = 0.5, 0.1, 2.0  # of the process; points are uniform in (-EXTENT, EXTENT)
 NUM_POINTS = 32
@@ -210,14 +209,17 @@ def experiment(recursions, path, **settings):
                 "parameters": parameter_count(model), "rmse": mean, "half_width": half,
                 "rmse_by_seed": total(by_position).tolist(), "train_loss_by_seed": np.asarray(loss).tolist(),
                 "rmse_by_position": by_position.mean(axis=0).tolist(), "seconds": time.perf_counter() - begin}
-            path.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+            write(path, {"settings": settings, "results": results})
     results = {name: results[name] for name in models}
     record = {"settings": settings, "results": results, "exact": float(total(exact)),
               "exact_by_position": exact.tolist(), "differences": differences(results, recursions),
-              "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores", "jax": jax.__version__,
-              "python": platform.python_version()}
-    path.write_text(json.dumps(record, indent=2) + "\n")
+              "environment": environment()}
+    write(path, record)
     return record
+
+
+def write(path, record):
+    cli.write_atomically(path, (json.dumps(record, indent=2) + "\n").encode())
 
 
 def finished(path, settings):
@@ -293,15 +295,12 @@ def plot(record, path):
 
 def main():
     values = flags.FLAGS
-    if not all(t.isdecimal() for t in values.recursions):
-        raise cli.UserError(f"--recursions={','.join(values.recursions)}: give integers with commas between")
-    recursions = sorted({int(t) for t in values.recursions})
+    recursions = integers("recursions", values.recursions, lowest=0)
     settings = {"seeds": values.seeds, "steps": values.steps, "batch": values.batch,
                 "test_functions": values.test_functions, "learning_rate": values.learning_rate}
     if values.quick:
         recursions, settings = [1, 2], settings | {"seeds": 2, "steps": 150, "test_functions": 200}
-    output = pathlib.Path(values.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    output = output_path(values.output)
     record = experiment(recursions, output.with_suffix(".json"), **settings)
     print(*table(record), *conclusion(record["differences"]), sep="\n")
     plot(record, output.with_suffix(".png"))

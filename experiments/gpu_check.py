@@ -16,7 +16,6 @@ The JSON file is written after every stage: environment, and a stage's seconds, 
 import dataclasses
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import time
 from absl import flags
 
 from cubit_jax import cli
+from experiments.options import known, output_path
 
 STAGES = {"first": 60, "correct": 170, "benchmark": 150, "sizes": 90, "fla": 40}  # seconds at most
 CORRECT = (  # op, length, heads, head_dim, dtype, window: at least three blocks, most lengths ragged
@@ -141,7 +141,7 @@ def sizes(smoke):
                 cases[name, direction] = measure.prepare(problem, "pallas", direction, expected)
     finally:
         BlockSizes.choose = chosen
-    measure.time_in_turns(list(cases.values()), 2 if smoke else 7, 0.0 if smoke else 0.01)
+    measure.time_cases(list(cases.values()), 2 if smoke else 7, 0.0 if smoke else 0.01)
     for (name, _), case in cases.items():
         write_line({"sizes": name} | dataclasses.asdict(candidates[name]) | case.record())
 
@@ -221,19 +221,15 @@ def main():
     if options.stage:
         run_stage(options.stage, options.smoke)
         return
-    unknown = [name for name in options.only if name not in STAGES]
-    if unknown:
-        raise cli.UserError(f"unknown --only={unknown[0]}: choose of {', '.join(STAGES)}")
-    output = pathlib.Path(options.output)
-    if not output.parent.is_dir():
-        raise cli.UserError(f"--output={output}: there is no folder {output.parent}")
+    only = known("only", options.only, STAGES)
+    output = output_path(options.output)
     deadline = time.monotonic() + options.seconds
     report = {"environment": describe(), "smoke": options.smoke, "stages": {}}
     if not options.smoke and report["environment"]["platform"] not in ("gpu", "cuda"):
         raise cli.UserError(f"the device is {report['environment']['device']}, not a GPU: see --smoke")
     works = True
     for name, limit in STAGES.items():
-        if name not in options.only:
+        if name not in only:
             continue
         left = deadline - time.monotonic()
         if not works and name != "fla":

@@ -1,11 +1,16 @@
-"""What the benchmark and the GPU check share: cases, their check against a reference, timing in turns, tables.
+"""What the programs that measure share: timing in turns and where it was done; cases of the benchmark and of the GPU
+check, their check against a reference, tables.
 
 A case is one op or mixer with one implementation at one shape, forward or forward and backward. It is compiled once;
 the same program is checked and then timed, and a program that is wrong gets no time.
 """
 
 import dataclasses
+import os
+import pathlib
+import platform
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -59,11 +64,7 @@ class Case:
 
     @property
     def spread(self):
-        """Distance of the quartiles as a share of the median."""
-        if len(self.times) < 2:
-            return None
-        low, _, high = statistics.quantiles(self.times, n=4)
-        return (high - low) / self.median
+        return spread(self.times) if len(self.times) > 1 else None
 
     def record(self):
         """A JSON object."""
@@ -72,6 +73,28 @@ class Case:
             **dataclasses.asdict(self.shape), "median_seconds": self.median, "spread": self.spread, "times": self.times,
             "flops": self.flops, "compile_seconds": self.compile_seconds, "memory_bytes": self.memory,
             "error_over_limit": self.error, "failure": self.failure}
+
+
+def spread(times):
+    """Distance of the quartiles as a share of the median."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
+
+
+def environment():
+    """Where the numbers come from."""
+    device = jax.devices()[0]
+    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "runtime": device.client.platform_version,
+                "python": platform.python_version()}
+    return {"device": device.device_kind, "platform": device.platform, "processor": _processor(),
+            "processor_cores": os.cpu_count(), "versions": versions}
+
+
+def _processor():
+    """The name of the host's processor."""
+    info = pathlib.Path("/proc/cpuinfo")  # Linux; elsewhere what Python knows
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.processor()
 
 
 def visible_pairs(length, window):
@@ -240,28 +263,39 @@ def matrix_product(shape, size):
     return case
 
 
-def time_in_turns(cases, rounds, seconds=0.02, seed=0):
-    """Fills case.times: after warm-up, `rounds` rounds in which every case runs once, in random order.
+def time_in_turns(runs, rounds, seconds=0.02, seed=0):
+    """{name: seconds a run, one number a round}: after warm-up every run has its turn in each round, in random order.
 
     A measurement repeats its program until it lasts about `seconds`, queued on the device and waited for once.
+
+    Args:
+      runs: {name: () -> arrays}.
     """
-    cases = [case for case in cases if case.run is not None]
-    repeats = []
-    for case in cases:
-        jax.block_until_ready(case.run())
+    repeats = {}
+    for name, run in runs.items():
+        jax.block_until_ready(run())
         start = time.perf_counter()
-        jax.block_until_ready(case.run())
-        repeats.append(max(1, min(200, round(seconds / (time.perf_counter() - start)))))
-    order = list(zip(cases, repeats))
+        jax.block_until_ready(run())
+        repeats[name] = max(1, min(200, round(seconds / (time.perf_counter() - start))))
+    order = list(runs)
+    times = {name: [] for name in runs}
     shuffle = random.Random(seed).shuffle
     for _ in range(rounds):
         shuffle(order)
-        for case, count in order:
+        for name in order:
             start = time.perf_counter()
-            for _ in range(count):
-                out = case.run()
+            for _ in range(repeats[name]):
+                out = runs[name]()
             jax.block_until_ready(out)
-            case.times.append((time.perf_counter() - start) / count)
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    return times
+
+
+def time_cases(cases, rounds, seconds=0.02, seed=0):
+    """Fills the times of the cases that have a program, by `time_in_turns`."""
+    runs = {index: case.run for index, case in enumerate(cases) if case.run is not None}
+    for index, times in time_in_turns(runs, rounds, seconds, seed).items():
+        cases[index].times = times
 
 
 def run_group(names, implementations, directions, shape, *, rounds, check_rows, matrix_size, seed=0, seconds=0.02):
@@ -272,7 +306,7 @@ def run_group(names, implementations, directions, shape, *, rounds, check_rows, 
         expected = problem.reference(min(shape.length, check_rows))
         cases += [prepare(problem, name, direction, expected) for name in implementations for direction in directions]
     cases.append(matrix_product(shape, matrix_size))
-    time_in_turns(cases, rounds, seconds, seed)
+    time_cases(cases, rounds, seconds, seed)
     return cases
 
 

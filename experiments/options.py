@@ -1,6 +1,7 @@
-"""Flags that take lists, checked: one-line errors that name what is known."""
+"""Flags that take lists or name a file to write, checked before the work: one-line errors that name what is known."""
 
 import difflib
+import pathlib
 
 from cubit_jax import cli
 
@@ -17,7 +18,16 @@ def known(flag, values, names):
     return list(dict.fromkeys(values))
 
 
-def positive_integers(flag, values):
-    if not values or not all(value.isdecimal() and int(value) > 0 for value in values):
-        raise cli.UserError(f"--{flag}={','.join(values)}: give positive integers with commas between")
+def integers(flag, values, lowest=1):
+    """`values`, decimal numbers of at least `lowest`, sorted and each once; else a UserError."""
+    if not values or not all(value.isdecimal() and int(value) >= lowest for value in values):
+        raise cli.UserError(f"--{flag}={','.join(values)}: give integers from {lowest} with commas between")
     return sorted({int(value) for value in values})
+
+
+def output_path(value, flag="output"):
+    """The path of a file to write, whose folder is there; else a UserError."""
+    path = pathlib.Path(value)
+    if not path.parent.is_dir():
+        raise cli.UserError(f"--{flag}={value}: there is no folder {path.parent}")
+    return path

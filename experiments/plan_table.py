@@ -12,12 +12,15 @@ loses one row. A row whose shipped settings do not fit shows the nearest ones th
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 import time
 
-from absl import app, flags
+from absl import flags
+
+from cubit_jax import cli
 
 ROOT = pathlib.Path(__file__).parents[1]
 GIB, MIB = 2**30, 2**20
@@ -29,13 +32,17 @@ SLICES = {
 SIZES = ("125m", "350m", "1p3b")
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
-_ROWS = flags.DEFINE_list("rows", None, "Rows FAMILY:SIZE/LENGTH/TOPOLOGY; without it those named in this file.")
-_MINUTES = flags.DEFINE_float("minutes", None, "No row is begun later than this.")
-_AGAIN = flags.DEFINE_bool("again", False, "Compile rows, too, that are known already.")
-_TRIES = flags.DEFINE_integer("tries", 2, "As for cubit_jax.plan.")
-_STORE = flags.DEFINE_string("store", str(ROOT / "docs" / "plan.jsonl"), "The rows, a JSON object a line.")
-_TABLE = flags.DEFINE_string("table", str(ROOT / "docs" / "plan.md"), "The table, after the line that begins it.")
 _BEGIN = "<!-- rows of docs/plan.jsonl, by experiments/plan_table.py -->\n"
+
+
+def define_flags():
+    """In a function, so that several of these programs can be imported into one process."""
+    flags.DEFINE_list("rows", None, "Rows FAMILY:SIZE/LENGTH/TOPOLOGY; without it those named in this file.")
+    flags.DEFINE_float("minutes", None, "No row is begun later than this.")
+    flags.DEFINE_bool("again", False, "Compile rows, too, that are known already.")
+    flags.DEFINE_integer("tries", 2, "As for cubit_jax.plan.", lower_bound=0)
+    flags.DEFINE_string("store", str(ROOT / "docs" / "plan.jsonl"), "The rows, a JSON object a line.")
+    flags.DEFINE_string("table", str(ROOT / "docs" / "plan.md"), "The table, after the line that begins it.")
 
 
 def rows():
@@ -50,7 +57,15 @@ def rows():
     return list(dict.fromkeys(first + small + ends + rest))
 
 
-def make(name, length, topology):
+def parse(row):
+    """(family:size, length, topology) of a value of --rows."""
+    if not re.fullmatch(r"\w+:\w+/\d+/\w+:\w+", row):
+        raise cli.UserError(f"--rows={row}: give FAMILY:SIZE/LENGTH/TOPOLOGY, as cubit:1p3b/8192/v5p:4x4x8")
+    name, length, topology = row.split("/")
+    return name, int(length), topology
+
+
+def make(name, length, topology, tries):
     """One row: the plan as cubit_jax.plan gives it, or the error that ended it."""
     row = {"config": name, "seq_len": length, "topology": topology}
     family, _, size = name.partition(":")
@@ -59,7 +74,7 @@ def make(name, length, topology):
         output = pathlib.Path(folder) / "plan.json"
         done = subprocess.run(
             [sys.executable, "-m", "cubit_jax.plan", f"--config=configs/{family}.py:{size}",
-             f"--config.seq_len={length}", f"--topology={topology}", f"--tries={_TRIES.value}", f"--json={output}"],
+             f"--config.seq_len={length}", f"--topology={topology}", f"--tries={tries}", f"--json={output}"],
             cwd=ROOT, capture_output=True, text=True)
         if output.exists():
             return row | {"seconds": round(time.monotonic() - start), "plan": json.loads(output.read_text())}
@@ -95,9 +110,8 @@ def read(store):
     return {(row["config"], row["seq_len"], row["topology"]): row for row in rows}
 
 
-def write_table(known):
+def write_table(known, path):
     """docs/plan.md, whose text before the table stays."""
-    path = pathlib.Path(_TABLE.value)
     text = path.read_text().partition(_BEGIN)[0] if path.exists() else ""
     titles = ["config", "topology", "L", "mesh", "state GiB", "peak GiB", "FLOPs a step", "ms at peak",
               "MiB a device sends a step", "compile s"]
@@ -112,28 +126,25 @@ def write_table(known):
     path.write_text(text + _BEGIN + "\n".join(lines + [line(row) for row in sorted(known.values(), key=place)]) + "\n")
 
 
-def main(arguments):
-    if len(arguments) > 1:
-        raise app.UsageError(f"unexpected argument {arguments[1]}")
-    store = pathlib.Path(_STORE.value)
+def main():
+    values = flags.FLAGS
+    store, table = pathlib.Path(values.store), pathlib.Path(values.table)
     store.parent.mkdir(exist_ok=True)
-    wanted = rows()
-    if _ROWS.value:
-        parts = [name.split("/") for name in _ROWS.value]
-        wanted = [(config, int(length), topology) for config, length, topology in parts]
+    wanted = list(map(parse, values.rows)) if values.rows else rows()
     start = time.monotonic()
     for key in wanted:
-        if _MINUTES.value is not None and time.monotonic() - start >= 60 * _MINUTES.value:
+        if values.minutes is not None and time.monotonic() - start >= 60 * values.minutes:
             break
-        if "plan" in read(store).get(key, ()) and not _AGAIN.value:  # read each time: several may work at it
+        if "plan" in read(store).get(key, ()) and not values.again:  # read each time: several may work at it
             continue
-        row = make(*key)
+        row = make(*key, values.tries)
         with store.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        write_table(read(store))
+        write_table(read(store), table)
         print(line(row), flush=True)
-    write_table(read(store))
+    write_table(read(store), table)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    define_flags()
+    cli.run(main)

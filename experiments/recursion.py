@@ -7,10 +7,9 @@ No parameter of a CEM layer depends on T. Prints held-out loss and bits per byte
 position before and after a layer's T steps, over all layers on a held-out batch; writes OUTPUT.json and OUTPUT.png.
 """
 
+import dataclasses
 import json
 import os
-import pathlib
-import platform
 
 import jax
 import matplotlib
@@ -18,7 +17,10 @@ import numpy as np
 from absl import flags
 
 from cubit_jax import cli, data, evaluate, partitioning
+from cubit_jax.model import LanguageModel
 from cubit_jax.trained import load_trained
+from experiments.measure import environment
+from experiments.options import integers, output_path
 
 
 def define_flags():
@@ -37,9 +39,13 @@ def measure(folder, recursions, energy_rows):
     """
     print(f"{'T':>3} {'loss':>8} {'bits/byte':>10} {'energy before':>14} {'energy after':>13}")
     results = {}
+    run = load_trained(folder)
+    corpus = data.open_corpus(run.config.data, folder)
+    batch = next(iter(data.heldout_batches(
+        corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=energy_rows)))
     for steps in recursions:
         evaluation, checkpoint = evaluate.evaluate(folder, steps)
-        before, after = mean_energies(folder, steps, energy_rows)
+        before, after = mean_energies(run, steps, batch)
         results[steps] = {"loss": evaluation.loss, "bits_per_byte": evaluation.bits_per_byte,
                           "energy_before": before, "energy_after": after}
         print(f"{steps:>3} {evaluation.loss:8.4f} {evaluation.bits_per_byte:10.4f} {before:14.4f} {after:13.4f}",
@@ -47,14 +53,13 @@ def measure(folder, recursions, energy_rows):
     return results, checkpoint
 
 
-def mean_energies(folder, steps, rows):
+def mean_energies(run, steps, batch):
     """Mean energy of a position before and after the recursions of a layer, over all CEM layers of the model."""
-    run = load_trained(folder, num_recursions=steps)
-    corpus = data.open_corpus(run.config.data, folder)
-    batch = next(iter(data.heldout_batches(corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=rows)))
+    config = run.model.config
+    model = LanguageModel(dataclasses.replace(config, options={**config.options, "num_recursions": steps}))
     with jax.set_mesh(partitioning.make_mesh({"data": 1}, jax.devices()[:1])):
-        apply = jax.jit(lambda params: run.model.apply({"params": params}, batch, method="loss",
-                                                       mutable=["diagnostics"]))
+        apply = jax.jit(lambda params: model.apply({"params": params}, batch, method="loss",
+                                                   mutable=["diagnostics"]))
         _, seen = apply(jax.device_get(run.params))
     leaves = jax.tree_util.tree_leaves_with_path(seen["diagnostics"])
     energies = {name: np.concatenate([np.ravel(leaf) for path, leaf in leaves if path[-1].key == name])
@@ -86,17 +91,13 @@ def plot(results, trained_with, path):
 
 def main():
     values = flags.FLAGS
-    if not values.recursions or not all(t.isdecimal() for t in values.recursions):
-        raise cli.UserError(f"--recursions={','.join(values.recursions)}: give integers with commas between")
-    recursions = sorted({int(t) for t in values.recursions})
+    recursions = integers("recursions", values.recursions, lowest=0)
+    output = output_path(values.output or os.path.join(values.workdir, "recursion"))
     trained_with = load_trained(values.workdir).model.config.options.get("num_recursions", 1)
     results, checkpoint = measure(values.workdir, recursions, values.energy_rows)
     print(f"checkpoint {checkpoint} of {values.workdir}, trained with T={trained_with}")
-    output = pathlib.Path(values.output or pathlib.Path(values.workdir, "recursion"))
-    output.parent.mkdir(parents=True, exist_ok=True)
     record = {"results": results, "checkpoint": checkpoint, "trained_with": trained_with,
-              "device": f"{jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores", "jax": jax.__version__,
-              "python": platform.python_version()}
+              "environment": environment()}
     output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
     plot(results, trained_with, output.with_suffix(".png"))
 

@@ -10,10 +10,7 @@ medians; "spread" is the distance of the quartiles as a share of the median.
 
 import importlib
 import json
-import pathlib
-import random
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +18,8 @@ from absl import flags
 
 from cubit_jax import cli, partitioning, train_step
 from cubit_jax.model import LanguageModel, ModelConfig, count_parameters
+from experiments.measure import spread, time_in_turns
+from experiments.options import output_path
 
 _CONFIGS = ("transformer.py:tiny deltaformer.py:tiny cubit.py:tiny cem.py:tiny cem.py:tiny,steps=2 "
             "cem.py:tiny,mlp=gated cem.py:tiny,attention=attention")
@@ -62,24 +61,16 @@ class Run:
                                                        self._batch["tokens"].sharding)
         self.parameters = count_parameters(self._state["params"])
 
-    def seconds(self):
-        """Of one step."""
-        begin = time.perf_counter()
+    def step(self):
+        """The numbers of one more step."""
         self._state, metrics = self._step(self._state, self._batch)
-        jax.block_until_ready(metrics)
-        return time.perf_counter() - begin
+        return metrics
 
 
 def measure(configs, rounds, seed=0):
     """{name: (parameters, tokens a step, list of seconds)} of configs run in turns."""
     runs = {name: Run(config) for name, config in configs.items()}
-    times = {name: [] for name in runs}
-    rng = random.Random(seed)
-    for turn in range(rounds + 1):
-        for name in rng.sample(list(runs), len(runs)):
-            seconds = runs[name].seconds()
-            if turn:  # the first round warms up
-                times[name].append(seconds)
+    times = time_in_turns({name: run.step for name, run in runs.items()}, rounds, seed=seed)
     return {name: (run.parameters, run.tokens, times[name]) for name, run in runs.items()}
 
 
@@ -88,21 +79,21 @@ def table(results):
     speeds = {name: tokens / statistics.median(times) for name, (_, tokens, times) in results.items()}
     first = next(iter(speeds.values()))
     for name, (parameters, _, times) in results.items():
-        low, middle, high = statistics.quantiles(times, n=4)
         yield {"config": name, "parameters": parameters, "tokens_per_second": speeds[name],
-               "spread": (high - low) / middle, "of_first": speeds[name] / first}
+               "spread": spread(times), "of_first": speeds[name] / first}
 
 
 def main():
     values = flags.FLAGS
+    output = output_path(values.output) if values.output else None
     records = list(table(measure({name: load(name) for name in values.configs.split()}, values.rounds)))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     print(f"{'config':<32} {'parameters':>12} {'tokens/s':>9} {'spread':>7} {'of first':>9}")
     for r in records:
         print(f"{r['config']:<32} {r['parameters']:>12,} {r['tokens_per_second']:>9,.0f} {r['spread']:>7.1%} "
               f"{r['of_first']:>9.2f}")
-    if values.output:
-        pathlib.Path(values.output).write_text(json.dumps(records, indent=2) + "\n")
+    if output:
+        output.write_text(json.dumps(records, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_wrong_kernel_gets_no_time(op, direction, monkeypatch):
     monkeypatch.setitem(implementations, "xla", wrong)
     case = measure.prepare(problem, "xla", direction, expected)
     assert case.failure.startswith("wrong: error is")
-    measure.time_in_turns([case], rounds=2)
+    measure.time_cases([case], rounds=2)
     assert case.median is None
     assert measure.relative_error([np.nan], np.ones(1)) == np.inf
 
@@ -111,8 +111,10 @@ def test_program_writes_its_files(tmp_path):
 def test_messages():
     with pytest.raises(cli.UserError, match="unknown --ops=kernel_sovle: did you mean kernel_solve"):
         benchmark.known("ops", ["attention", "kernel_sovle"], benchmark.NAMES)
-    with pytest.raises(cli.UserError, match="--lengths=128,-1: give positive integers"):
-        benchmark.positive_integers("lengths", ["128", "-1"])
+    with pytest.raises(cli.UserError, match="--lengths=128,-1: give integers from 1"):
+        benchmark.integers("lengths", ["128", "-1"])
+    with pytest.raises(cli.UserError, match="--output=/nowhere/out: there is no folder /nowhere"):
+        benchmark.output_path("/nowhere/out")
     done = run("experiments.benchmark", "--dtypes=float8")
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("error: unknown --dtypes=float8")

@@ -3,6 +3,7 @@
 import importlib
 import os
 import pathlib
+import random
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Sharding tests need eight devices; everything else runs on the first of them. A test compiles far longer than it
@@ -53,3 +54,35 @@ def _micro_config(family="cubit", **fields):
 def micro_config():
     """micro_config(family, **{"model.dropout": 0.1}) -> a run that compiles and trains in seconds."""
     return _micro_config
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Folder of eight small documents, about six batches of 8 x 32 tokens an epoch; no multiple of it is held out."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "over", "hills", "to", "find", "its", "red")
+    for number in range(8):
+        source = random.Random(number)
+        (folder / f"{number}.txt").write_text("\n".join(" ".join(source.choices(words, k=8)) for _ in range(12)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def quick_programs(tmp_path_factory):
+    """Environment of programs that compile fast, and what one of them has compiled not again."""
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+
+
+@pytest.fixture(scope="session")
+def last_state():
+    """last_state(config, workdir) -> the training state of the last checkpoint of a run."""
+    from cubit_jax import train_step
+    from cubit_jax.checkpoint import Checkpoints
+    from cubit_jax.model import LanguageModel
+
+    def read(config, workdir):
+        model_config, mesh = train_step.check(config)
+        return Checkpoints(workdir).restore(train_step.state_shapes(LanguageModel(model_config), config, mesh)[0])[0]
+    return read

@@ -4,9 +4,7 @@ Each has four devices of its own. The model is as small as it can be: what takes
 """
 
 import json
-import os
 import pathlib
-import random
 import re
 import signal
 import socket
@@ -33,25 +31,7 @@ FIELDS = {"model.vocab_size": 300, "model.num_layers": 1, "model.model_dim": 8, 
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONUNBUFFERED": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Eight small documents, about six batches an epoch; what is held out is no multiple of the batch."""
-    folder = tmp_path_factory.mktemp("corpus")
-    words = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "over", "hills", "to", "find", "its", "red")
-    for number in range(8):
-        source = random.Random(number)
-        (folder / f"{number}.txt").write_text("\n".join(" ".join(source.choices(words, k=8)) for _ in range(12)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def start(environment, corpus):
+def start(quick_programs, corpus):
     """start(workdir, processes, devices, fields) -> the running processes; the last of them gets `last` as well."""
     def run(workdir, processes=2, devices=4, fields=None, *, program="train", last=()):
         flags = [f"--workdir={workdir}"]
@@ -62,13 +42,13 @@ def start(environment, corpus):
         if processes > 1:
             flags += [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={processes}",
                       f"--heartbeat_timeout_seconds={TIMEOUT}"]
-        xla_flags = re.sub(r"device_count=\d+", f"device_count={devices}", environment["XLA_FLAGS"])
+        xla_flags = re.sub(r"device_count=\d+", f"device_count={devices}", quick_programs["XLA_FLAGS"])
+        environment = quick_programs | {"XLA_FLAGS": xla_flags, "PYTHONUNBUFFERED": "1"}
         return [
             subprocess.Popen(
                 [sys.executable, "-m", f"cubit_jax.{program}", *flags,
                  *([f"--process_id={index}"] if processes > 1 else []), *(last if index == processes - 1 else ())],
-                cwd=ROOT, env=environment | {"XLA_FLAGS": xla_flags}, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True)
+                cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for index in range(processes)]
     return run
 

@@ -8,23 +8,18 @@ import numpy as np
 import pytest
 
 from cubit_jax import train
-from cubit_jax.checkpoint import Checkpoints
-from cubit_jax.train_step import state_shapes
 
 pytestmark = pytest.mark.xdist_group("train_cem")
 LAST = {"energy_before", "energy_after", "step_size", "preconditioner_margin"}
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory, micro_config):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(f"document {number} says hello {number * 7} times\n" * 12)
+def config(corpus, micro_config):
     return micro_config("cem", **{
         "num_steps": 20, "log_every": 1, "eval_every": 0, "checkpoint_every": 10, "diagnostics_every": 5,
         "model.options.num_recursions": 2, "model.options.step_size": 0.5,
         "model.options.preconditioner": "diagonal_lowrank", "model.options.precondition_rank": 2,
-        "data.source": "files", "data.path": f"{folder}/*.txt", "data.heldout_fraction": 0.2,
+        "data.source": "files", "data.path": f"{corpus}/*.txt", "data.heldout_fraction": 0.2,
         "model.implementation": "reference"})  # compiles fastest
 
 
@@ -56,7 +51,7 @@ def test_energies_are_logged_when_asked_for(straight):
             assert 0 < written[20][f"{at}/preconditioner_margin"] <= 1
 
 
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(straight, config, tmp_path):
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(straight, config, last_state, tmp_path):
     shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / "20")
     silent = config.copy_and_resolve_references()
@@ -66,9 +61,6 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(straight, config, tm
     assert [record["step"] for record in actual] == list(range(1, 21))
     assert [record["train/loss"] for record in actual] == [record["train/loss"] for record in expected]
     assert not any(name.startswith("diagnostics/") for record in actual[10:] for name in record)
-    states = []
-    for workdir in (straight, tmp_path):
-        run = train.open_run(config, workdir)
-        states.append(Checkpoints(workdir).restore(state_shapes(run.model, config, run.mesh)[0])[0])
+    states = [last_state(config, workdir) for workdir in (straight, tmp_path)]
     assert int(states[0]["step"]) == 20
     assert all(map(np.array_equal, *map(jax.tree.leaves, states)))

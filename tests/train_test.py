@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import random
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from cubit_jax import evaluate, train
 from cubit_jax.checkpoint import Checkpoints
 from cubit_jax.cli import UserError
 from cubit_jax.tokenizer import train_tokenizer
-from cubit_jax.train_step import state_shapes
 from cubit_jax.trained import load_trained
 from cubit_jax.workdir import read_config, read_preempted, write_config
 
@@ -31,31 +29,15 @@ FIELDS = {"model.vocab_size": 300, "model.num_layers": 2, "model.model_dim": 16,
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Eight small documents, about six batches an epoch."""
-    folder = tmp_path_factory.mktemp("corpus")
-    words = ("the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "over", "hills", "to", "find", "its", "red")
-    for number in range(8):
-        source = random.Random(number)
-        text = "\n".join(" ".join(source.choices(words, k=8)) for _ in range(12))
-        (folder / f"{number}.txt").write_text(text)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def start(corpus, tmp_path_factory):
+def start(corpus, quick_programs):
     """start(workdir, **{"num_steps": 3}) -> the running program. Compiled programs are shared between the processes."""
-    environment = {
-        **os.environ, "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-
     def run(workdir, **fields):
         fields = FIELDS | {"data.path": f"{corpus}/*.txt"} | fields
         return subprocess.Popen(
             [sys.executable, "-m", "cubit_jax.train", "--config=configs/cubit.py:tiny", f"--workdir={workdir}",
              *(f"--config.{name}={value}" for name, value in fields.items())],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            cwd=ROOT, env=quick_programs | {"XLA_FLAGS": ""}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True)
     return run
 
 
@@ -77,11 +59,6 @@ def wait_for_step(workdir, step, process):
 
 def records(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def last_state(config, workdir):
-    run = train.open_run(config, workdir)
-    return Checkpoints(workdir).restore(state_shapes(run.model, config, run.mesh)[0])[0]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +92,7 @@ def test_run_says_what_it_does_and_what_came_of_it(straight):
     assert json.loads((workdir / "config.json").read_text())["model"]["mixers"] == ["cubit"]
 
 
-def test_stopped_three_times_and_never_stopped_are_the_same_run(straight, start, config, tmp_path):  # H20
+def test_stopped_three_times_and_never_stopped_are_the_same_run(last_state, straight, start, config, tmp_path):  # H20
     """SIGTERM, Ctrl-C, kill -9, each while steps run: bit-equal losses and parameters, over many epochs, dropout on."""
     for number, step in ((signal.SIGTERM, 20), (signal.SIGINT, 70), (signal.SIGKILL, 130)):
         process = start(tmp_path)
@@ -244,7 +221,7 @@ def test_vocabulary_mismatch(straight, config, tmp_path):
         train.train(config, tmp_path)
 
 
-def test_start_from_the_parameters_of_another_run(straight, start, tmp_path):  # H25
+def test_start_from_the_parameters_of_another_run(last_state, straight, start, tmp_path):  # H25
     finish(start(tmp_path, **{"init_from": straight[0], "num_steps": 1, "model.dropout": 0.0,
                               "optimizer.learning_rate": 1e-6, "optimizer.warmup_steps": 0}))
     (record,) = records(tmp_path)

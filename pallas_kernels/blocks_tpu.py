@@ -115,23 +115,12 @@ def dot(a, b, contract=(1, 0), precise=False):
     )
 
 
-def dot_float32(a, b, precise, joined=True):
-    """A product of float32 arrays; when not precise in three bfloat16 passes (2e-5 relative).
-
-    joined: both halves of a in one product, so that the matrix unit loads the high half of b once. That is for many
-    products at a time; one that the next waits for is done sooner as three.
-    """
+def dot_float32(a, b, precise):
+    """A product of float32 arrays; when not precise in three bfloat16 passes (2e-5 relative)."""
     if precise:
         return dot(a, b, precise=True)
-    (a_high, a_low), (b_high, b_low) = split(a), split(b)
-    b_high = b_high.astype(jnp.bfloat16)
-    if joined:
-        # Before the cast, because the compiler's estimator does not take bfloat16 values that are joined.
-        both = dot(jnp.concatenate([a_high, a_low], axis=0).astype(jnp.bfloat16), b_high)
-        high, low = both[: a.shape[0]], both[a.shape[0] :]
-    else:
-        high, low = dot(a_high.astype(jnp.bfloat16), b_high), dot(a_low.astype(jnp.bfloat16), b_high)
-    return high + (low + dot(a_high.astype(jnp.bfloat16), b_low.astype(jnp.bfloat16)))
+    (a_high, a_low), (b_high, b_low) = ([x.astype(jnp.bfloat16) for x in split(y)] for y in (a, b))
+    return dot(a_high, b_high) + (dot(a_low, b_high) + dot(a_high, b_low))
 
 
 def split(x):
@@ -182,38 +171,39 @@ def invert(blocks, precise):
     """Inverses of lower-triangular blocks [128, 128] (zeros above the diagonal), all in step.
 
     The 16 by 16 blocks on the diagonal are inverted by forward substitution and merged by products (16 -> 32 -> 64 ->
-    128). Repeated squaring would be shorter, but overflows for uniform weights. The blocks advance together because the
-    chain of one is too short of independent work to fill the machine.
+    128): of [[A, 0], [C, B]] the part below the diagonal is -inv(B) C inv(A). Repeated squaring would be shorter, but
+    overflows for uniform weights. The blocks advance together because the chain of one is too short of independent work
+    to fill the machine. Two of them share a product, because loading a [128, 128] operand is what a product of so
+    few rows costs: the factors on the left lie side by side in the lanes, those on the right on the operand's diagonal.
     """
-    inverses = [_spread(x) for x in _invert_16([_pack(block) for block in blocks])]
+    count = len(blocks)
+    blocks = blocks + blocks[: count % 2]
+    inverses = _invert_16([_pack(block) for block in blocks])  # those of one size side by side: [size, 128]
+    firsts = range(0, len(blocks), 2)
     for size in (16, 32, 64):
-        starts = range(size, LANES, 2 * size)
-        odd = []
-        for matrix in blocks:
-            lane = iota((size, LANES), 1)
-            rows = []
-            for start in starts:
-                # A product with a 0/1 mask: the compiler's estimator does not take a select before a bfloat16 product.
-                before = ((lane >= start - size) & (lane < start)).astype(jnp.float32)
-                rows.append(matrix[start : start + size] * before)
-            odd.append(jnp.concatenate(rows, axis=0))
-        odd = [dot_float32(m, x, precise) for m, x in zip(odd, inverses)]
-        zeros = jnp.zeros((size, LANES), jnp.float32)
-        products = []
-        for product, x in zip(odd, inverses):
-            spread = []
-            for n in range(len(starts)):
-                spread += [zeros, product[n * size : (n + 1) * size]]
-            own = jnp.concatenate([x[start : start + size] for start in starts], axis=0)
-            products.append(dot_float32(own, jnp.concatenate(spread, axis=0), precise))
-        merged = []
-        for product, x in zip(products, inverses):
-            rows = []
-            for n, start in enumerate(starts):
-                rows += [x[start - size : start], x[start : start + size] - product[n * size : (n + 1) * size]]
-            merged.append(jnp.concatenate(rows, axis=0))
-        inverses = merged
-    return inverses
+        even = (iota((size, LANES), 1) & size) == 0  # lanes of A and C; those of B are odd
+        below = [_below_diagonal(block, size) for block in blocks]
+
+        def product(left, right):
+            return dot_float32(left, _spread(right), precise)
+
+        products = [
+            product(
+                jnp.where(even, below[n], pltpu.roll(below[n + 1], size, 1)),
+                jnp.where(even, inverses[n], pltpu.roll(inverses[n + 1], size, 1)),
+            )
+            for n in firsts
+        ]
+        products = [
+            product(jnp.where(even, pltpu.roll(inverses[n], LANES - size, 1), inverses[n + 1]), right)
+            for n, right in zip(firsts, products)
+        ]
+        products = [x for both in products for x in (both, pltpu.roll(both, LANES - size, 1))]
+        inverses = [
+            jnp.concatenate([jnp.where(even, x, 0.0), jnp.where(even, -product, x)], axis=0)
+            for x, product in zip(inverses, products)
+        ]
+    return inverses[:count]
 
 
 def _pack(matrix):
@@ -225,9 +215,20 @@ def _pack(matrix):
     return packed
 
 
+def _below_diagonal(matrix, size):
+    """The blocks [size, size] of [128, 128] in odd rows of blocks just left of the diagonal, in the lanes they have."""
+    lane = iota((size, LANES), 1)
+    packed = matrix[size : 2 * size]
+    for start in range(2 * size, LANES, 2 * size):
+        packed = jnp.where(lane >= start, matrix[start + size : start + 2 * size], packed)
+    return packed
+
+
 def _spread(packed):
-    group = iota((16, LANES), 1) >> 4
-    return jnp.concatenate([jnp.where(group == g, packed, 0.0) for g in range(8)], axis=0)
+    """[size, 128] -> [128, 128] with the blocks on the diagonal."""
+    size = packed.shape[0]
+    group = iota(packed.shape, 1) >> (size.bit_length() - 1)
+    return jnp.concatenate([jnp.where(group == g, packed, 0.0) for g in range(LANES // size)], axis=0)
 
 
 def _gather_lanes(x, index):

@@ -202,7 +202,7 @@ def _kernel(*refs, settings):
                     later = weights[h, b][:, LANES:].astype(s.dtype)
                     target = target - dot(later, z[h, (b + 1) * LANES :], precise=s.precise)
                 transposed = inverse[0, block(b), h * LANES : (h + 1) * LANES].T
-                y = dot_float32(transposed, target, s.precise, joined=False)
+                y = dot_float32(transposed, target, s.precise)
                 d_rhs[0, block(b), head(s, h)] = y.astype(d_rhs.dtype)
                 u_rows = u_own[0, block(b), head(s, h)]
                 rhs_rows = rhs[0, block(b), head(s, h)].astype(jnp.float32)

@@ -138,6 +138,27 @@ def test_reference_norms(dtype, gamma, ridge, error, reference):  # H03
     check(error, reference, args, cotangent, forward, backward, strict=False, block_size=32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("gamma, strict", [(0.0, False), (0.1, False), (1.0, False), (8.0, False), (1.0, True)])
+def test_many_blocks(gamma, strict, dtype, error, reference):
+    """Sixteen blocks of 64 rows; prints the errors of u and of the worst gradient (experiments/README.md)."""
+    *args, cotangent = problem(1024, 64, strict=strict, gamma=gamma, ridge=1e-10, dtype=dtype, num_heads=1)
+    scale = 0.125 if strict else 1.0
+    u, grads = device(args, cotangent, strict=strict, scale=scale)
+    expected, expected_grads = reference(args, cotangent, strict=strict, scale=scale)
+    forward = error(u, expected)
+    # Where all keys are equal or one weight is 1 the scores have next to no gradient, only that of the right side.
+    sizes = [max(np.abs(x).max(), np.abs(expected_grads[2]).max() * 1e-6) for x in expected_grads]
+    backward = max(np.abs(np.asarray(grad, np.float64) - wanted).max() / size
+                   for grad, wanted, size in zip(grads, expected_grads, sizes))
+    print(f"\n{jnp.dtype(dtype).name} norm {gamma} {'DeltaFormer' if strict else 'Cubit'}: u {forward:.1e}, "
+          f"gradient {backward:.1e}")
+    limits = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
+    assert forward < limits[0]
+    assert backward < limits[1]
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_keys_without_normalisation(dtype, error, reference):  # H03
     *args, cotangent = problem(130, 64, strict=True, dtype=dtype, num_heads=1)

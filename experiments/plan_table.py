@@ -46,15 +46,15 @@ def define_flags():
 
 
 def rows():
-    """Every (family:size, length, topology), the most asked for first: whole pods, then small slices, then the rest."""
+    """Every (family:size, length, topology), the most asked for first: whole pods, the ends of the table, the rest."""
     def all_of(sizes, lengths, topologies):
         return [(f"cubit:{size}", length, name) for name, size, length in itertools.product(topologies, sizes, lengths)]
 
     first = all_of(SIZES, (2048, 8192), ("v5e:16x16", "v5p:4x4x8"))
-    small = all_of(SIZES, (2048,), ("v5e:2x4", "v6e:2x4", "v5p:2x2x2"))
-    ends = all_of(("1p3b",), (8192,), ("v6e:16x16", "v5p:2x2x2", "v6e:2x4", "v5e:4x4"))
-    rest = all_of(SIZES, LENGTHS, [f"{chip}:{shape}" for chip, shapes in SLICES.items() for shape in shapes])
-    return list(dict.fromkeys(first + small + ends + rest))
+    ends = [f"{chip}:{shapes[end]}" for end in (0, -1) for chip, shapes in SLICES.items()]
+    rest = [f"{chip}:{shape}" for chip, shapes in SLICES.items() for shape in shapes]
+    every = first + all_of(SIZES, (2048, 8192), ends) + all_of(SIZES, LENGTHS, ends) + all_of(SIZES, LENGTHS, rest)
+    return list(dict.fromkeys(every))
 
 
 def parse(row):

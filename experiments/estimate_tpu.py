@@ -144,9 +144,8 @@ def estimate(case, timeout):
         except subprocess.TimeoutExpired:
             return f"more than {timeout} s"
         if done.returncode:
-            lines = [
-                line for line in done.stderr.splitlines() if re.search("RESOURCE_EXHAUSTED|Check failed|Error:", line)
-            ]
+            reasons = "RESOURCE_EXHAUSTED|Check failed|profiling of .* failed|^error:|^jax.*Error"
+            lines = [line for line in done.stderr.splitlines() if re.search(reasons, line)]
             return (lines or [f"exit code {done.returncode}"])[-1][:300]
         return json.loads(done.stdout.splitlines()[-1])
 

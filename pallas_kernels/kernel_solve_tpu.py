@@ -58,34 +58,40 @@ class BlockSizes:
         Raises NotImplementedError where what has to stay in vector memory does not fit.
         """
         memory = VECTOR_MEMORY.get(device_kind, min(VECTOR_MEMORY.values()))
-        columns = rows
+        large = memory >= 128 * MIB
         if rows is None:
             blocks = -(-length // 512)
             rows = -(-length // (blocks * LANES)) * LANES  # as even as the unit of 128 allows
-            columns = rows if precise or blocks == 1 else 2 * rows
+            wide = (rows, rows if precise or blocks == 1 else 2 * rows)
+            tall = (2 * rows, 2 * rows) if blocks % 2 == 0 and not precise else wide
+        else:
+            wide = tall = (rows, rows)
         length = -(-length // rows) * rows
 
-        def most_heads(need, most, share):
-            fits = {
-                n: need(length, rows, columns, n, head_dim, precise)
-                for n in _allowed_heads(num_heads, head_dim)
-                if n <= most
-            }
+        def fitting(need, tiles, most, share):
+            """The tile and the number of heads: the first tile that leaves enough, else the last that fits at all."""
+            heads = [n for n in _allowed_heads(num_heads, head_dim) if n <= most]
+            fits = {(*tile, n): need(length, *tile, n, head_dim, precise) for tile in tiles for n in heads}
             # The rest is what XLA may want for the arrays around it: with more than three eighths for the forward
             # kernel, four heads at L=8192 did not compile for v5p.
-            few, enough = min(fits, default=None), [n for n, size in fits.items() if size <= share * memory // 8]
-            if enough:
-                return max(enough)
-            if few is not None and fits[few] <= 7 * memory // 8:
-                return few
+            for tile in tiles:
+                enough = [n for n in heads if fits[*tile, n] <= share * memory // 8]
+                if enough:
+                    return *tile, max(enough)
+            if heads and fits[*tiles[-1], min(heads)] <= 7 * memory // 8:
+                return *tiles[-1], min(heads)
             raise NotImplementedError(
                 f"the TPU kernel keeps u and its gradients in vector memory: {length=} with {num_heads=}, {head_dim=} "
                 f"does not fit in {memory // MIB} MiB"
             )
 
-        heads = most_heads(functools.partial(forward_bytes, residuals=False), 2 if precise else 4, 3)
-        backward_heads = most_heads(backward_bytes, max(1, LANES // head_dim), 4)
-        return cls(rows, columns, heads, rows, columns, backward_heads)
+        # The forward kernel wants several heads to hide the latency of the solve, before it wants higher tiles.
+        forward_tiles = (tall, wide) if large else (wide,)
+        together = max(1, LANES // head_dim) * (2 if large else 1)
+        return cls(
+            *fitting(functools.partial(forward_bytes, residuals=False), forward_tiles, 2 if precise else 4, 3),
+            *fitting(backward_bytes, (tall, wide), together, 4),
+        )
 
 
 def _allowed_heads(num_heads, head_dim):

@@ -22,7 +22,8 @@ from experiments.measure import spread, time_in_turns
 from experiments.options import output_path
 
 _CONFIGS = ("transformer.py:tiny deltaformer.py:tiny cubit.py:tiny cem.py:tiny cem.py:tiny,steps=2 "
-            "cem.py:tiny,mlp=gated cem.py:tiny,attention=attention")
+            "cem.py:tiny,mlp=gated cem.py:tiny,mlp=gated,steps=2 "
+            "cem.py:tiny,attention=attention cem.py:tiny,attention=attention,steps=2")
 
 
 def define_flags():

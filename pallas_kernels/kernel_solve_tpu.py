@@ -243,7 +243,7 @@ def _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals):
     ridge, beta = _diagonal(s, diagonal)
     segments = None
     if s.segments:
-        segments = (_across_lanes(segment_ids), _column_ids(segment_ids)[:, None])
+        segments = (segment_ids[:, None], _column_ids(segment_ids)[:, None])
     return forward(s, query, key, rhs, ridge, beta, segments, residuals=residuals, interpret=config.interpret)
 
 

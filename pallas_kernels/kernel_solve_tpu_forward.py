@@ -36,7 +36,7 @@ def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, inte
     """u and, with residuals, what the backward pass needs.
 
     query, key, rhs: [B, L, H * K]; ridge: [B * H] or None; beta: [B * H / heads, heads, L] or None; segments: a pair
-    (rows [B, L, 128], columns [B, 1, L]) or None. Returns (u [B, L, H / heads, heads, K],) or, with residuals,
+    (of rows, of columns), each [B, 1, L], or None. Returns (u [B, L, H / heads, heads, K],) or, with residuals,
     (u [B, L, H * K], lse, inverse) and for DeltaFormer row_sum [B, L, H * K] = P u; lse [B * H / heads, heads, L] is in
     base 2, inverse [B, L, H * 128] holds those of the diagonal blocks.
     """
@@ -70,7 +70,7 @@ def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, inte
     if s.segments:
         inputs += segments
         in_specs += [
-            pl.BlockSpec((1, s.rows, LANES), lambda g, i, j: (g_batch(g), i, 0)),
+            pl.BlockSpec((1, 1, s.rows), lambda g, i, j: (g_batch(g), 0, i)),
             pl.BlockSpec((1, 1, s.columns), lambda g, i, j: (g_batch(g), 0, column_block(i, j))),
         ]
     shape = output_type(inputs, interpret)
@@ -101,6 +101,7 @@ def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, inte
             pltpu.VMEM((s.heads, s.rows, LANES), jnp.float32),  # running sum of the weights, a part in each lane
             pltpu.VMEM((s.heads, s.rows, s.head_dim), jnp.float32),  # weights times u
             pltpu.VMEM((s.heads, length, s.head_dim), s.dtype),  # u, for the products of later rows
+            *([pltpu.VMEM((s.rows, LANES), jnp.int32)] if s.segments else []),  # segments of the rows, all lanes equal
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
@@ -128,7 +129,7 @@ def _kernel(*refs, settings, residuals):
     s = settings
     refs = list(refs)
     query, key, rhs, diagonal = (refs.pop(0) for _ in range(4))
-    row_segments, column_segments = (refs.pop(0), refs.pop(0)) if s.segments else (None, None)
+    segments, column_segments, row_segments = (refs.pop(0), refs.pop(0), refs.pop()) if s.segments else (None,) * 3
     maximum, total, weighted, u_low = refs[-4:]
     outputs = refs[:-4]
     group, i, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -141,6 +142,8 @@ def _kernel(*refs, settings, residuals):
         maximum[...] = jnp.full_like(maximum, FLOOR)
         total[...] = jnp.zeros_like(total)
         weighted[...] = jnp.zeros_like(weighted)
+        if s.segments:
+            row_segments[...] = row_to_column(segments[0])
 
     def tile(width):
         """The first `width` columns of tile j, all of them before the diagonal block."""
@@ -149,7 +152,7 @@ def _kernel(*refs, settings, residuals):
             (s.rows, width),
             0,
             i * s.rows - j * s.columns,
-            row_segments[0] if s.segments else None,
+            row_segments[...] if s.segments else None,
             column_segments[0, :, :width] if s.segments else None,
         )
         for h in range(s.heads):
@@ -219,7 +222,7 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
             (LANES, width),
             0,
             b * LANES,
-            row_segments[0, block(b)] if s.segments else None,
+            row_segments[block(b)] if s.segments else None,
             column_segments[:, :width] if s.segments else None,
         )
         scores = hide(scores, mask, MASKED)

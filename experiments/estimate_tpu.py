@@ -144,7 +144,7 @@ def estimate(case, timeout):
         except subprocess.TimeoutExpired:
             return f"more than {timeout} s"
         if done.returncode:
-            reasons = "RESOURCE_EXHAUSTED|Check failed|profiling of .* failed|^error:|^jax.*Error"
+            reasons = r"RESOURCE_EXHAUSTED|Check failed|profiling of .* failed|^error:|^[\w.]*Error:"
             lines = [line for line in done.stderr.splitlines() if re.search(reasons, line)]
             return (lines or [f"exit code {done.returncode}"])[-1][:300]
         return json.loads(done.stdout.splitlines()[-1])

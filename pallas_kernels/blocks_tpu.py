@@ -175,18 +175,19 @@ def invert(blocks, precise):
     overflows for uniform weights. The blocks advance together because the chain of one is too short of independent work
     to fill the machine. Two of them share a product, because loading a [128, 128] operand is what a product of so
     few rows costs: the factors on the left lie side by side in the lanes, those on the right on the operand's diagonal.
+    A block that is not finite spoils the one that it shares products with: the next in the list, or the one before.
     """
     count = len(blocks)
     blocks = blocks + blocks[: count % 2]
     inverses = _invert_16([_pack(block) for block in blocks])  # those of one size side by side: [size, 128]
     firsts = range(0, len(blocks), 2)
+
+    def product(left, right):
+        return dot_float32(left, _spread(right), precise)
+
     for size in (16, 32, 64):
         even = (iota((size, LANES), 1) & size) == 0  # lanes of A and C; those of B are odd
         below = [_below_diagonal(block, size) for block in blocks]
-
-        def product(left, right):
-            return dot_float32(left, _spread(right), precise)
-
         products = [
             product(
                 jnp.where(even, below[n], pltpu.roll(below[n + 1], size, 1)),
@@ -198,10 +199,9 @@ def invert(blocks, precise):
             product(jnp.where(even, pltpu.roll(inverses[n], LANES - size, 1), inverses[n + 1]), right)
             for n, right in zip(firsts, products)
         ]
-        products = [x for both in products for x in (both, pltpu.roll(both, LANES - size, 1))]
+        below = [x for both in products for x in (both, pltpu.roll(both, LANES - size, 1))]
         inverses = [
-            jnp.concatenate([jnp.where(even, x, 0.0), jnp.where(even, -product, x)], axis=0)
-            for x, product in zip(inverses, products)
+            jnp.concatenate([jnp.where(even, x, 0.0), jnp.where(even, -y, x)], axis=0) for x, y in zip(inverses, below)
         ]
     return inverses[:count]
 

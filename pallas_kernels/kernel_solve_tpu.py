@@ -69,23 +69,22 @@ class BlockSizes:
         length = -(-length // rows) * rows
 
         def fitting(need, tiles, most, share):
-            """The tile and the number of heads: the first tile that leaves enough, else the last that fits at all."""
+            """The tile and the number of heads with most rows at once that leave enough; else the least, if it fits."""
             heads = [n for n in _allowed_heads(num_heads, head_dim) if n <= most]
             fits = {(*tile, n): need(length, *tile, n, head_dim, precise) for tile in tiles for n in heads}
             # The rest is what XLA may want for the arrays around it: with more than three eighths for the forward
             # kernel, four heads at L=8192 did not compile for v5p.
-            for tile in tiles:
-                enough = [n for n in heads if fits[*tile, n] <= share * memory // 8]
-                if enough:
-                    return *tile, max(enough)
-            if heads and fits[*tiles[-1], min(heads)] <= 7 * memory // 8:
-                return *tiles[-1], min(heads)
+            enough = [sizes for sizes, size in fits.items() if size <= share * memory // 8]
+            if enough:
+                return max(enough, key=lambda sizes: (sizes[0] * sizes[2], sizes[2]))
+            if fits and min(fits.values()) <= 7 * memory // 8:
+                return min(fits, key=fits.get)
             raise NotImplementedError(
                 f"the TPU kernel keeps u and its gradients in vector memory: {length=} with {num_heads=}, {head_dim=} "
                 f"does not fit in {memory // MIB} MiB"
             )
 
-        # The forward kernel wants several heads to hide the latency of the solve, before it wants higher tiles.
+        # Estimates (experiments/README.md): with little memory the forward kernel gains more from heads side by side.
         forward_tiles = (tall, wide) if large else (wide,)
         together = max(1, LANES // head_dim) * (2 if large else 1)
         return cls(
@@ -237,7 +236,7 @@ def _by_head(config, u):
 
 def _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals):
     s = config.forward
-    if residuals and s.strict and s.heads == 4:
+    if residuals and s.strict and s.heads == 4 and s.columns > s.rows:
         # With what DeltaFormer saves for the backward pass, four heads leave XLA too little of a v5p's vector memory.
         s = dataclasses.replace(s, heads=2)
     ridge, beta = _diagonal(s, diagonal)

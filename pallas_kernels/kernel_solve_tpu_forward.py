@@ -129,7 +129,7 @@ def _kernel(*refs, settings, residuals):
     s = settings
     refs = list(refs)
     query, key, rhs, diagonal = (refs.pop(0) for _ in range(4))
-    segments, column_segments, row_segments = (refs.pop(0), refs.pop(0), refs.pop()) if s.segments else (None,) * 3
+    row_ids, column_segments, row_segments = (refs.pop(0), refs.pop(0), refs.pop()) if s.segments else (None,) * 3
     maximum, total, weighted, u_low = refs[-4:]
     outputs = refs[:-4]
     group, i, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -143,7 +143,7 @@ def _kernel(*refs, settings, residuals):
         total[...] = jnp.zeros_like(total)
         weighted[...] = jnp.zeros_like(weighted)
         if s.segments:
-            row_segments[...] = row_to_column(segments[0])
+            row_segments[...] = row_to_column(row_ids[0])
 
     def tile(width):
         """The first `width` columns of tile j, all of them before the diagonal block."""
@@ -213,7 +213,7 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
         (h, c): dot(query[0, c * LANES :, head(s, h)], key[block(c), head(s, h)], (1, 1), s.precise) * s.log2_scale
         for h, c in pairs
     }
-    before, own, known, system, scale = {}, {}, {}, [], {}
+    before, own, known, system, scale = {}, {}, {}, {}, {}
     for h, b in pairs:
         width = (b + 1) * LANES
         scores = jnp.concatenate([scores_below[h, c][block(b - c)] for c in range(b + 1)], axis=1)
@@ -244,13 +244,15 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
             outputs[1][0, h : h + 1, block(b)] = column_to_row(log_norm)
         if s.strict:
             scale[h, b] = norm * row_to_column(diagonal(h)[:, block(b)])
-            system.append(own[h, b] * scale[h, b] + identity)
+            system[h, b] = own[h, b] * scale[h, b] + identity
             if residuals:
                 own[h, b] = (own[h, b].astype(s.dtype), norm)
         else:
             scale[h, b] = norm
-            system.append(own[h, b] * norm + diagonal(h) * identity)
-    inverses = dict(zip(pairs, invert(system, s.precise)))
+            system[h, b] = own[h, b] * norm + diagonal(h) * identity
+    # Neighbours share products, so they are heads of the same rows: what is not finite there spoils no row before them.
+    pairs = [(h, b) for b in blocks for h in range(s.heads)]
+    inverses = dict(zip(pairs, invert([system[pair] for pair in pairs], s.precise)))
     for b in blocks:
         for h in range(s.heads):
             target = rhs[0, block(b), head(s, h)].astype(jnp.float32) - widen(scale[h, b], s.head_dim) * known[h, b]

@@ -207,7 +207,7 @@ def test_bfloat16(error, reference, dim, strict):
 @pytest.mark.parametrize("device_kind", ["TPU v5", "TPU v6 lite"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_bfloat16_with_the_block_sizes_that_are_estimated(error, reference, strict, device_kind):
-    """Those of the table in experiments/README.md, over a whole tile, a remainder and both halves of a tile."""
+    """Those of the table in experiments/README.md, over whole tiles and, for v5p, both halves of one."""
     sizes = BlockSizes.best(device_kind, 4096, 8, 128, False)
     arrays = inputs(1, 2048, 4, 128, strict=strict, dtype=jnp.bfloat16)
     compare(error, reference, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)

@@ -58,7 +58,9 @@ def test_compiles(chip, dtype, dim, length):
     compile_for(chip, dtype, dim, length)
 
 
-@pytest.mark.parametrize("chip", ["v5p", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v6e", "tpu7x"))])
+@pytest.mark.parametrize(
+    "chip", ["v5p", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e", "v6e", "tpu7x"))]
+)
 @pytest.mark.parametrize("strict", [False, True])
 def test_compiles_with_every_mask(chip, strict):
     """DeltaFormer's residuals beside everything else: the most that has to fit."""
@@ -77,3 +79,15 @@ def test_compiles_a_long_sequence(chip, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_compiles_the_largest_head(dtype):
     compile_for("tpu7x", dtype, 256, 8192)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "heads", "length"), [(64, 8, 4608), (64, 3, 2048), (256, 4, 4096)])
+def test_compiles_other_block_sizes(dim, heads, length):
+    """An odd number of 512 rows, heads that no group of two or four divides, two wide heads at a time."""
+    compile_for("v6e", "bfloat16", dim, length, heads=heads)
+
+
+@pytest.mark.slow
+def test_compiles_a_short_strict_sequence():
+    compile_for("v5p", "bfloat16", 128, 512, strict=True, segments=True, window=100)

@@ -236,8 +236,8 @@ def _by_head(config, u):
 
 def _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals):
     s = config.forward
-    if residuals and s.strict and s.heads == 4 and s.columns > s.rows:
-        # With what DeltaFormer saves for the backward pass, four heads leave XLA too little of a v5p's vector memory.
+    if residuals and s.strict and s.heads == 4:
+        # With what DeltaFormer saves for the backward pass, four heads leave XLA too little vector memory.
         s = dataclasses.replace(s, heads=2)
     ridge, beta = _diagonal(s, diagonal)
     segments = None

@@ -7,9 +7,10 @@
 Estimates, not times: the estimator sees schedules, transfers and loops, but no hardware. "kernels" are the Pallas
 kernels, "all" adds what XLA does around them: changes of layout, because arrays are [B, L, H, K] and lie as XLA likes
 it best when nothing else asks; inside a model XLA can choose. (flash attention takes [B, H, L, K] and needs none.)
-Ratios are to the kernels of flash attention for the same chip and shape, at the best of the block sizes tried. Its
-backward pass is two kernels, ours is one. Every case compiles in a process of its own, because the estimator may end
-the process; such a case prints its last words.
+"forward" is the forward kernel that runs before a backward pass and saves what it needs. Ratios are to the kernels of
+flash attention for the same chip and shape: "x" with blocks of 512, "x best" at the best of the block sizes tried, each
+followed by that of "all". Its backward pass is two kernels, ours is one. Every case compiles in a process of its own,
+because the estimator may end the process; such a case prints its last words.
 """
 
 import itertools
@@ -31,6 +32,7 @@ FLASH_SIZES = {
     "default": [(512, 512), (512, 1024), (1024, 1024)],
     "search": list(itertools.product((256, 512, 1024, 2048), repeat=2)),
 }
+YARDSTICK = (512, 512)
 WINDOW = 1024
 
 PASSES = ("forward", "backward")
@@ -151,15 +153,30 @@ def estimate(case, timeout):
 
 
 def parts(case, cycles):
-    """(cycles of the kernels of the pass, of everything in the pass)."""
-    kernels, rest = 0, 0
+    """(cycles of the kernels of the pass, of everything in the pass, of the kernels of the other pass)."""
+    kernels, others, rest = 0, 0, 0
     for operation, count in cycles.items():
         backward = "backward" in operation or "transpose" in operation or "bwd" in operation
-        if re.search("kernel_solve|flash|mha", operation):
-            kernels += count if backward == (case["pass"] == "backward") else 0
-        else:
+        if not re.search("kernel_solve|flash|mha", operation):
             rest += count
-    return kernels, kernels + rest
+        elif backward == (case["pass"] == "backward"):
+            kernels += count
+        else:
+            others += count
+    return kernels, kernels + rest, others
+
+
+def row(case, cycles, flash):
+    """A line of the table; flash: {block sizes: cycles of its kernels} as far as they are estimated."""
+    blocks = ",".join(map(str, case["blocks"])) if case["blocks"] else "in use"
+    line = f"{case['chip']:6} {case['length']:6} {case['name']:22} {case['pass']:9} {blocks:22}"
+    if isinstance(cycles, str):
+        return f"{line} {cycles}"
+    kernels, everything, others = parts(case, cycles)
+    line += f" {kernels:10,} {everything:10,} {f'{others:,}' if others else '':>10}"
+    for yardstick in (flash.get(YARDSTICK), min(flash.values(), default=None)):
+        line += f" {kernels / yardstick:6.2f} {everything / yardstick:6.2f}" if yardstick else f" {'':6} {'':6}"
+    return line.rstrip()
 
 
 def main():
@@ -176,13 +193,12 @@ def main():
         if not re.fullmatch(r"\d+(,\d+){5}", options.blocks):
             raise cli.UserError(f"--blocks={options.blocks}: give rows,columns,heads twice, six integers")
         ours = [int(n) for n in options.blocks.split(",")]
-    titles = f"{'kernels':>10} {'all':>10} {'kernels x':>9} {'all x':>6}"
+    titles = f"{'kernels':>10} {'all':>10} {'forward':>10} {'x':>6} {'all x':>6} {'x best':>6} {'all x':>6}"
     print(f"{'chip':6} {'L':>6} {'case':22} {'pass':9} {'blocks':22} {titles}", flush=True)
     for chip, length, which in itertools.product(chips, lengths, passes):
-        best = None
+        flash = {}
         for name in names:
-            sizes = FLASH_SIZES[options.flash] if name == "flash" else [ours]
-            for blocks in sizes:
+            for blocks in FLASH_SIZES[options.flash] if name == "flash" else [ours]:
                 case = {
                     "chip": chip,
                     "length": length,
@@ -195,16 +211,9 @@ def main():
                     "dtype": options.dtype,
                 }
                 cycles = estimate(case, options.timeout)
-                label = ",".join(map(str, blocks)) if blocks else "in use"
-                line = f"{chip:6} {length:6} {name:22} {which:9} {label:22}"
-                if isinstance(cycles, str):
-                    print(line, cycles, flush=True)
-                else:
-                    kernels, everything = parts(case, cycles)
-                    if name == "flash":
-                        best = min(best or kernels, kernels)
-                    ratios = f" {kernels / best:9.2f} {everything / best:6.2f}" if best else ""
-                    print(f"{line} {kernels:10,} {everything:10,}{ratios}", flush=True)
+                if name == "flash" and not isinstance(cycles, str):
+                    flash[blocks] = parts(case, cycles)[0]
+                print(row(case, cycles, flash), flush=True)
                 if output:
                     with output.open("a") as file:
                         file.write(json.dumps({**case, "cycles": cycles}) + "\n")

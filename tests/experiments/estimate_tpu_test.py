@@ -26,8 +26,18 @@ def test_cycles_of_the_entry_computation_by_pass():
     cycles = estimate_tpu.operations(TEXT)
     assert cycles == {
         "copy.3": 20, "kernel_solve_tpu_forward.1": 300, "transpose.kernel_solve_tpu_backward.1": 4000}
-    assert estimate_tpu.parts({"pass": "backward"}, cycles) == (4000, 4020)
-    assert estimate_tpu.parts({"pass": "forward"}, cycles) == (300, 320)
+    assert estimate_tpu.parts({"pass": "backward"}, cycles) == (4000, 4020, 300)
+    assert estimate_tpu.parts({"pass": "forward"}, cycles) == (300, 320, 4000)
+
+
+def test_a_row_is_compared_with_flash_at_512_and_at_its_best():
+    case = {"chip": "v5p", "length": 4096, "pass": "backward", "name": "cubit", "blocks": None}
+    cycles = {"jvp_kernel_solve_tpu_forward.1": 300, "transpose.kernel_solve_tpu_backward.1": 4000, "copy": 1000}
+    row = estimate_tpu.row(case, cycles, {(512, 512): 8000, (1024, 1024): 5000})
+    assert row.split() == ["v5p", "4096", "cubit", "backward", "in", "use", "4,000", "5,000", "300",
+                           "0.50", "0.62", "0.80", "1.00"]
+    assert estimate_tpu.row(case, "more than 5 s", {}).endswith("more than 5 s")
+    assert estimate_tpu.row(case, cycles, {}).endswith("300")
 
 
 @pytest.mark.parametrize("argument, message", [

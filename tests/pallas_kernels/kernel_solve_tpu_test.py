@@ -160,6 +160,17 @@ def test_value_alone_is_that_with_gradients(error, strict):
 
 
 @pytest.mark.parametrize("strict", [False, True])
+def test_rows_that_are_not_finite_spoil_none_before_their_128(strict):  # H12
+    """Though the inverses of a block of rows share products: with those of other heads, not of other rows."""
+    *arrays, _ = inputs(1, 384, 2, 64, strict=strict)
+    sizes = BlockSizes(384, 384, 2, 128, 128, 2)
+    program = jax.jit(functools.partial(solve, strict=strict, block_size=sizes), compiler_options=COMPILER_OPTIONS)
+    whole, poisoned = program(*arrays), program(*(x.at[:, 300:].set(jnp.nan) for x in arrays[:3]), arrays[3])
+    np.testing.assert_array_equal(poisoned[:, :256], whole[:, :256])
+    assert not np.isfinite(poisoned[:, 300:]).any()
+
+
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("window", [1, 300])
 def test_window_skips_tiles(error, reference, window, strict):
     arrays = inputs(1, 640, 1, 64, strict=strict)

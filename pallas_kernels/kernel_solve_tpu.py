@@ -236,9 +236,6 @@ def _by_head(config, u):
 
 def _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals):
     s = config.forward
-    if residuals and s.strict and s.heads == 4:
-        # With what DeltaFormer saves for the backward pass, four heads leave XLA too little vector memory.
-        s = dataclasses.replace(s, heads=2)
     ridge, beta = _diagonal(s, diagonal)
     segments = None
     if s.segments:

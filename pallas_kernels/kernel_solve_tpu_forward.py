@@ -214,6 +214,7 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
         for h, c in pairs
     }
     before, own, known, system, scale = {}, {}, {}, {}, {}
+    row_sums = residuals and s.strict
     for h, b in pairs:
         width = (b + 1) * LANES
         scores = jnp.concatenate([scores_below[h, c][block(b - c)] for c in range(b + 1)], axis=1)
@@ -230,7 +231,7 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
         scores = jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
         weights, rescale = _accumulate(maximum, total, h, block(b), scores)
         known[h, b] = weighted[h, block(b)] * widen(rescale, s.head_dim)
-        before[h, b] = weights[:, : b * LANES]
+        before[h, b] = weights if row_sums else weights[:, : b * LANES]
         own[h, b] = weights[:, block(b)]
         norm = jnp.broadcast_to(jnp.sum(total[h, block(b)], axis=1, keepdims=True), (LANES, LANES))
         log_norm = maximum[h, block(b)] + jnp.log(norm) * LOG2_E
@@ -245,8 +246,8 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
         if s.strict:
             scale[h, b] = norm * row_to_column(diagonal(h)[:, block(b)])
             system[h, b] = own[h, b] * scale[h, b] + identity
-            if residuals:
-                own[h, b] = (own[h, b].astype(s.dtype), norm)
+            if row_sums:
+                total[h, block(b)] = norm  # the sum is not needed any more
         else:
             scale[h, b] = norm
             system[h, b] = own[h, b] * norm + diagonal(h) * identity
@@ -258,17 +259,16 @@ def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_
             target = rhs[0, block(b), head(s, h)].astype(jnp.float32) - widen(scale[h, b], s.head_dim) * known[h, b]
             u = dot_float32(inverses[h, b], target, s.precise)
             u_low[h, block(b)] = u.astype(s.dtype)  # read again below: the estimator does not take a cast and its use
-            if later := blocks[b + 1 :]:
+            if later := blocks[b + (not row_sums) :]:
                 below = jnp.concatenate([before[h, c][:, block(b)] for c in later], axis=0)
                 below = dot(below.astype(s.dtype), u_low[h, block(b)], precise=s.precise)
                 for c in later:
-                    known[h, c] = known[h, c] + below[block(c - b - 1)]
+                    known[h, c] = known[h, c] + below[block(c - later[0])]
             if not residuals:
                 outputs[0][0, block(b), 0, h] = u
             else:
                 outputs[0][0, block(b), head(s, h)] = u
                 outputs[2][0, block(b), h * LANES : (h + 1) * LANES] = inverses[h, b]
-                if s.strict:
-                    weights, norm = own[h, b]
-                    row_sum = known[h, b] + dot(weights, u_low[h, block(b)], precise=s.precise)
-                    outputs[3][0, block(b), head(s, h)] = (widen(norm, s.head_dim) * row_sum).astype(s.dtype)
+                if row_sums:
+                    row_sum = widen(total[h, block(b)], s.head_dim) * known[h, b]
+                    outputs[3][0, block(b), head(s, h)] = row_sum.astype(s.dtype)

@@ -34,12 +34,13 @@ class Traffic:
 
 
 def traffic(text, slices):
-    """({kind: Traffic} of the kinds that occur, the names of loops whose length is not known).
+    """({kind: Traffic} of the kinds that occur, the names of loops with collectives whose length is not known).
 
     A loop counts as many times as its condition or its annotation tells, one of unknown length once; all branches of a
     conditional count. An all-reduce whose devices keep only their part of the sum counts as a reduce-scatter. What
     the TPU compiler spreads over several fusions, also inside a loop, to run beside other work, stands in each of them
-    with one channel, and counts once.
+    with one channel and one name of the operation that it comes from, and counts once. Outside of fusions the channel
+    tells nothing: all collectives of `jax.shard_map` have the same.
 
     Args:
       text: of a program after compilation, HLO.
@@ -48,14 +49,15 @@ def traffic(text, slices):
     entry, computations = _computations(text)
     result, unknown = {}, []
 
-    def walk(name, times, scattered, seen):
+    def walk(name, times, seen, fused=False, scattered=False):
         for label, shape, operation, rest in computations.get(name, ()):
             kind = operation.removesuffix("-start")
             if kind in KINDS and not operation.endswith(("-done", "-update")):
-                channel = re.search(r"channel_id=(\d+)", rest)
-                if channel and (kind, channel[1]) in seen:
+                channel, origin = re.search(r"channel_id=(\d+)", rest), re.search(r'op_name="([^"]*)"', rest)
+                identity = (kind, channel and channel[1], origin and origin[1])
+                if fused and channel and identity in seen:
                     continue
-                seen.add((kind, channel and channel[1]))
+                seen.add(identity)
                 count, spans = _group(kind, rest, slices)
                 size = _bytes(shape, operation)
                 if scattered and kind == "all-reduce":
@@ -72,16 +74,18 @@ def traffic(text, slices):
             elif operation == "while":
                 body, condition = (re.search(rf"{part}=%?([\w.\-]+)", rest)[1] for part in ("body", "condition"))
                 trips = _trip_count(rest, computations.get(condition, ()))
-                if trips is None:
+                before = sum(value.count for value in result.values())
+                walk(body, times * (1 if trips is None else trips), set(seen))
+                if trips is None and sum(value.count for value in result.values()) > before:
                     unknown.append(label)
-                walk(body, times * (1 if trips is None else trips), False, set(seen))
             elif not operation.endswith(("-done", "-update")):
                 branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
                 called = _CALLED.findall(rest) + re.findall(r"[\w.\-]+", branches[1] if branches else "")
                 for inner in called:
-                    walk(inner, times, "all-reduce-scatter" in label or "all-reduce-scatter" in inner, seen)
+                    scatters = "all-reduce-scatter" in label or "all-reduce-scatter" in inner
+                    walk(inner, times, seen, fused or operation == "fusion", scatters)
 
-    walk(entry, 1, False, set())
+    walk(entry, 1, set())
     return {kind: result[kind] for kind in KINDS if kind in result}, unknown
 
 

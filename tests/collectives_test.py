@@ -1,5 +1,7 @@
 """The bytes of every collective, from the text of a compiled program."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,3 +147,28 @@ def test_a_program_that_this_jax_compiles():
     assert set(found) == {"all-gather"}
     # In five turns of the loop or in one piece before it: the same bytes.
     np.testing.assert_allclose(found["all-gather"].sent, 5 * 32 * 32 * 4 * 7 / 8)
+
+
+def test_collectives_of_a_shard_map_share_a_channel_and_all_count():
+    mesh = partitioning.make_mesh({"data": 8})
+
+    def exchange(x):
+        x = jax.lax.all_to_all(x, "data", 1, 0, tiled=True)
+        return jax.lax.all_to_all(jnp.sin(x), "data", 0, 1, tiled=True)
+
+    def step(x):
+        layer = jax.shard_map(exchange, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        return jax.lax.scan(lambda x, _: (layer(x), None), x, length=5)[0]
+
+    x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    text = jax.jit(step).lower(x).compile().as_text()
+    assert len(set(re.findall(r"all-to-all.*(channel_id=\d+)", text))) == 1
+    found, _ = traffic(text, ONE_SLICE)
+    assert set(found) == {"all-to-all"}
+    np.testing.assert_allclose(found["all-to-all"].sent, 10 * 2 * 32 * 4 * 7 / 8)
+
+
+def test_loop_without_collectives_may_have_any_length():
+    text = re.sub(r"%alone = .*", "%long = f32[4] while(%x), condition=%c2, body=%begin_nothing", PROGRAM)
+    text += "\n%begin_nothing (u.2: f32[4]) -> f32[4] {\n  ROOT %x.1 = f32[4] parameter(0)\n}\n"
+    assert traffic(text, ONE_SLICE) == traffic(PROGRAM, ONE_SLICE)

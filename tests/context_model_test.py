@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cubit_jax import partitioning, train_step
+from cubit_jax.layers import MIXERS
 from cubit_jax.model import LanguageModel, ModelConfig
 
 # The cases of a family share what one device computes, and so a worker.
@@ -107,3 +108,16 @@ def test_large_parameters_and_moments_are_sharded(family, micro_config):  # H09
             assert math.prod(sharding.shard_shape(leaf.shape)) * 8 == leaf.size
     # Each parameter and its two moments; CEM's tied projections are four in place of seven.
     assert large >= 3 * (6 if family == "cem" else 7)
+
+
+@pytest.mark.parametrize("family", ["cubit", "deltaformer"])
+def test_devices_exchange_16_bit_arrays(family):
+    """Of what has the size of v only u is float32, and only a cache that is filled asks for it."""
+    mixer = MIXERS[family](num_heads=8, head_dim=4, dtype=jnp.bfloat16)
+    x = jnp.zeros((1, LENGTH, 48), jnp.bfloat16)
+    params = jax.eval_shape(lambda: mixer.init(jax.random.key(0), x))
+    with jax.set_mesh(partitioning.make_mesh({"context": 8})):
+        program = str(jax.make_jaxpr(mixer.apply)(params, x))
+    exchanged = re.findall(r":(\w+)\[([\d,]*)\]\S* = all_to_all", program)
+    large = [dtype for dtype, shape in exchanged if math.prod(map(int, shape.split(","))) * 8 >= LENGTH * 8 * 4]
+    assert sorted(large) == ["bf16"] * 5 + ["f32"]

@@ -32,6 +32,12 @@ def normalize_reference(r, scale):
     return (scale * wide * jax.lax.rsqrt(square)).astype(r.dtype)
 
 
+def _rescaled(v, rescale):
+    """The right-hand side s * v, at least float32: v [B, L, H, K], rescale [B, L, H] or None."""
+    v = v.astype(at_least_float32(v.dtype))
+    return v if rescale is None else rescale[..., None] * v
+
+
 class CubitMixer(Mixer):
     """o = A u with (P + lambda I) u = s * v; A is the attention of q and k (arXiv 2605.06501, eq. 13, appendix H).
 
@@ -78,15 +84,12 @@ class CubitMixer(Mixer):
         gamma = self._per_head("reference_scale", self.reference_scale_init)
         rn = normalize_reference(r, gamma)
         ridge = jnp.exp(self._per_head("log_ridge", math.log(self.ridge_init)).astype(at_least_float32(self.dtype)))
-        rhs = v.astype(at_least_float32(v.dtype))
-        if self.lrr:
-            rescale = self._rescale(x, segment_ids)
-            rhs = rescale[..., None] * rhs
+        rescale = self._rescale(x, segment_ids) if self.lrr else None
         self._diagnose(r, rn, ridge, segment_ids)
 
         if cache is None or prefill:
-            o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,H,H,BL->BLHK,BLHK")(
-                q, k, None if self.reference == "shared" else r, rhs, gamma, ridge, segment_ids)
+            o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,BLH,H,H,BL->BLHK,BLHK")(
+                q, k, None if self.reference == "shared" else r, v, rescale, gamma, ridge, segment_ids)
             if cache is not None:
                 shared = self.reference == "shared"
                 new_cache = write_cache(cache, prefill, k=k, u=u, **({} if shared else {"rn": rn}))
@@ -98,18 +101,19 @@ class CubitMixer(Mixer):
             else:
                 new_cache = write_cache(cache, prefill, k=k, rn=rn)
                 references = new_cache["rn"]
+            rhs = _rescaled(v, rescale)
             u = ops.kernel_solve_cached(r, references, cache["u"], rhs, start, ridge=ridge, window=self.window)
             new_cache |= write_cache(cache, prefill, u=u)
             o = ops.attention_cached(q, new_cache["k"], new_cache["u"], start, window=self.window)
         y = self.project_out(o, x.shape[-1])
         return y if cache is None else (y, new_cache)
 
-    def _aggregate(self, q, k, r, rhs, gamma, ridge, segment_ids, layout=None):
-        """o, u of one device's share. Both ops in one call: u need not leave the layout of rows, nor rn enter it."""
+    def _aggregate(self, q, k, r, v, rescale, gamma, ridge, segment_ids, layout=None):
+        """o, u of one device's share, all in one call, so that devices exchange no float32 array of the size of v."""
         options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
                    "layout": layout}
         r = k if r is None else r
-        u = ops.kernel_solve(r, normalize_reference(r, gamma), rhs, ridge=ridge, **options)
+        u = ops.kernel_solve(r, normalize_reference(r, gamma), _rescaled(v, rescale), ridge=ridge, **options)
         return ops.attention(q, k, u, **options), u
 
     def _per_head(self, name, value):

@@ -39,16 +39,16 @@ class DeltaFormerMixer(Mixer):
         # Beyond -1..1 beta lets u grow along the row: it starts mostly inside.
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         beta = self.project_to_heads(x, "beta_proj", use_bias=True, init=init)
-        rhs = v.astype(at_least_float32(v.dtype))
 
         if cache is None or prefill:
             o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,BLH,BL->BLHK,BLHK")(
-                q, k, None if self.projection == "shared" else w, rhs, beta, segment_ids)
+                q, k, None if self.projection == "shared" else w, v, beta, segment_ids)
             if cache is not None:
                 new_cache = write_cache(cache, prefill, k=k, u=u)
         else:
             start = cache["length"]
             new_cache = write_cache(cache, prefill, k=k)
+            rhs = v.astype(at_least_float32(v.dtype))
             u = ops.kernel_solve_cached(w, new_cache["k"], cache["u"], rhs, start, beta=beta, window=self.window,
                                         scale=self.head_dim**-0.5)
             new_cache |= write_cache(cache, prefill, u=u)
@@ -56,9 +56,9 @@ class DeltaFormerMixer(Mixer):
         y = self.project_out(o, x.shape[-1])
         return y if cache is None else (y, new_cache)
 
-    def _aggregate(self, q, k, w, rhs, beta, segment_ids, layout=None):
+    def _aggregate(self, q, k, w, v, beta, segment_ids, layout=None):
         """o, u of one device's share. Both ops in one call: u need not leave the layout they work in."""
         options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
                    "layout": layout}
-        u = ops.kernel_solve(k if w is None else w, k, rhs, beta=beta, scale=self.head_dim**-0.5, **options)
+        u = ops.kernel_solve(k if w is None else w, k, v, beta=beta, scale=self.head_dim**-0.5, **options)
         return ops.attention(q, k, u, **options), u

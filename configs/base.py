@@ -84,7 +84,7 @@ def get_config(size="125m"):
 
     config.mesh = mesh = ml_collections.ConfigDict()  # sizes of the device mesh; -1 is whatever is left
     # The state takes 12 bytes a parameter and gradients 4: whole on each device while that is a small part of 16 GB.
-    # Otherwise over all devices, which does for any number; data=-1 and fsdp=16 exchange less on many (docs/plan.md).
+    # Otherwise over all devices, 1 to 256; data=-1 and fsdp=16 exchange less on many (docs/plan.md).
     whole = size != "1p3b"
     mesh.replica = 1
     mesh.data = -1 if whole else 1

@@ -39,8 +39,7 @@ def traffic(text, slices):
     A loop counts as many times as its condition or its annotation tells, one of unknown length once; all branches of a
     conditional count. An all-reduce whose devices keep only their part of the sum counts as a reduce-scatter. What
     the TPU compiler spreads over several fusions, also inside a loop, to run beside other work, stands in each of them
-    with one channel and one name of the operation that it comes from, and counts once. Outside of fusions the channel
-    tells nothing: all collectives of `jax.shard_map` have the same.
+    and counts once.
 
     Args:
       text: of a program after compilation, HLO.
@@ -53,11 +52,10 @@ def traffic(text, slices):
         for label, shape, operation, rest in computations.get(name, ()):
             kind = operation.removesuffix("-start")
             if kind in KINDS and not operation.endswith(("-done", "-update")):
-                channel, origin = re.search(r"channel_id=(\d+)", rest), re.search(r'op_name="([^"]*)"', rest)
-                identity = (kind, channel and channel[1], origin and origin[1])
-                if fused and channel and identity in seen:
-                    continue
-                seen.add(identity)
+                if fused and (identity := _identity(kind, shape, rest)):
+                    if identity in seen:
+                        continue
+                    seen.add(identity)
                 count, spans = _group(kind, rest, slices)
                 size = _bytes(shape, operation)
                 if scattered and kind == "all-reduce":
@@ -87,6 +85,20 @@ def traffic(text, slices):
 
     walk(entry, 1, set())
     return {kind: result[kind] for kind in KINDS if kind in result}, unknown
+
+
+def _identity(kind, shape, rest):
+    """What the parts of one collective that is spread over fusions have in common; None: it stands in one place.
+
+    The compiler numbers such collectives. The channel alone is not enough: all collectives of `jax.shard_map` have one.
+    """
+    channel, chain = re.search(r"channel_id=(\d+)", rest), re.search(r'chain_id="(\d+)"', rest)
+    if channel is None:
+        return None
+    if chain:
+        return kind, channel[1], chain[1]
+    origin = re.search(r'op_name="([^"]*)"', rest)
+    return kind, channel[1], origin and origin[1], *re.findall(r"\w+\[[\d,]*\]", shape)
 
 
 def _computations(text):

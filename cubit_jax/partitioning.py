@@ -19,6 +19,7 @@ from cubit_jax.ops.layout import Layout, choose_head_shares, length_multiple
 AXES = ("replica", "data", "fsdp", "tensor", "context")
 BATCH_AXES = ("replica", "data", "fsdp")
 _LETTER_AXES = {"B": BATCH_AXES, "L": ("context",), "H": ("tensor",), "F": ("tensor",), "V": ("tensor",)}
+_WHOLE = "DKN"  # of the model, of a head, any other
 
 # The first pattern found in a parameter's path decides. A spec names the axes of one layer's array; the leading layer
 # axis of scanned layers is never split. There is no rule for "any other matrix": a new parameter needs its own line.
@@ -194,8 +195,11 @@ def constrain(x, dims):
 
     Args:
       x: array with one dimension a letter.
-      dims: its dimension letters, as "BLD", "BLHK" or "BLV". A batch or a length that the mesh does not divide (one
-        prompt, one row of diagnostics) stays whole.
+      dims: its dimension letters, as "BLD", "BLHK" or "BLV"; "N" is any other. A batch or a length that the mesh does
+        not divide (one prompt, one row of diagnostics) stays whole.
+
+    Raises:
+      ValueError: a letter that is not known, another rank than letters, a size that the mesh does not divide.
     """
     mesh = _auto_mesh()
     if mesh is None:
@@ -311,6 +315,9 @@ def _sizes(letters, arrays):
         if len(dims) != array.ndim:
             raise ValueError(f"an array of shape {array.shape} cannot have the dimensions {dims!r}")
         for letter, size in zip(dims, array.shape):
+            if letter not in _LETTER_AXES and letter not in _WHOLE:
+                raise ValueError(f"dimension {letter!r} of {dims!r} is not known: the mesh splits "
+                                 f"{', '.join(_LETTER_AXES)}, and {', '.join(_WHOLE)} stay whole")
             if letter in _LETTER_AXES and sizes.setdefault(letter, size) != size:
                 raise ValueError(f"dimension {letter} is both {sizes[letter]} and {size}")
     return sizes

@@ -168,6 +168,18 @@ def test_collectives_of_a_shard_map_share_a_channel_and_all_count():
     np.testing.assert_allclose(found["all-to-all"].sent, 10 * 2 * 32 * 4 * 7 / 8)
 
 
+@pytest.mark.parametrize("first, second, times", [
+    ('channel_id=1, frontend_attributes={chain_id="0"}', 'channel_id=1, frontend_attributes={chain_id="0"}', 1),
+    ('channel_id=1, frontend_attributes={chain_id="0"}', 'channel_id=1, frontend_attributes={chain_id="1"}', 2),
+    ('channel_id=1, metadata={op_name="a"}', 'channel_id=1, metadata={op_name="a"}', 1),
+    ('channel_id=1, metadata={op_name="a"}', 'channel_id=1, metadata={op_name="b"}', 2),
+    ("use_global_device_ids=true", "use_global_device_ids=true", 2),
+])
+def test_parts_of_one_collective_in_several_fusions_count_once(first, second, times):
+    text = PROGRAM.replace("channel_id=7", first, 1).replace("channel_id=7", second, 1)
+    assert traffic(text, ONE_SLICE)[0]["all-gather"].count == 12 + 1 + 3 * times
+
+
 def test_loop_without_collectives_may_have_any_length():
     text = re.sub(r"%alone = .*", "%long = f32[4] while(%x), condition=%c2, body=%begin_nothing", PROGRAM)
     text += "\n%begin_nothing (u.2: f32[4]) -> f32[4] {\n  ROOT %x.1 = f32[4] parameter(0)\n}\n"

@@ -109,7 +109,7 @@ class CubitMixer(Mixer):
         return y if cache is None else (y, new_cache)
 
     def _aggregate(self, q, k, r, v, rescale, gamma, ridge, segment_ids, layout=None):
-        """o, u of one device's share, all in one call, so that devices exchange no float32 array of the size of v."""
+        """o, u of one device's share. In one call: in training no float32 array of the size of v is exchanged."""
         options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
                    "layout": layout}
         r = k if r is None else r

@@ -57,7 +57,7 @@ class DeltaFormerMixer(Mixer):
         return y if cache is None else (y, new_cache)
 
     def _aggregate(self, q, k, w, v, beta, segment_ids, layout=None):
-        """o, u of one device's share. Both ops in one call: u need not leave the layout they work in."""
+        """o, u of one device's share. In one call: in training u does not leave the layout they work in."""
         options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
                    "layout": layout}
         u = ops.kernel_solve(k if w is None else w, k, v, beta=beta, scale=self.head_dim**-0.5, **options)

@@ -85,7 +85,7 @@ def line(row):
     """The row in Markdown."""
     cells = [row["config"], row["topology"], f"{row['seq_len']}"]
     if "error" in row:
-        return f"| {' | '.join(cells)} | {row['error']} | | | | | | |"
+        return f"| {' | '.join(cells)} | {row['error']} | | | | | |"
     plan = row["plan"]
     mesh = " ".join(f"{name}={size}" for name, size in plan["mesh"].items() if size > 1)
     state = (plan["parameters"] + plan["optimizer"]) / GIB
@@ -98,8 +98,7 @@ def line(row):
             fits += f"; {plan['suggestion_peak'] / GIB:.2f} with {values} ({how})"
     sent = "; ".join(f"{kind} {value['sent'] / MIB:,.0f}" for kind, value in (plan["collectives"] or {}).items())
     lowest = f"{plan['seconds_at_peak'] * 1e3:,.1f}" if plan["seconds_at_peak"] else ""
-    seconds = f"{plan['compile_seconds']:.0f}" if plan["compile_seconds"] else ""
-    cells += [mesh, f"{state:.2f}", fits, f"{plan['flops']:.2e}", lowest, sent, seconds]
+    cells += [mesh, f"{state:.2f}", fits, f"{plan['flops']:.2e}", lowest, sent]
     return f"| {' | '.join(cells)} |"
 
 
@@ -114,7 +113,7 @@ def write_table(known, path):
     """docs/plan.md, whose text before the table stays."""
     text = path.read_text().partition(_BEGIN)[0] if path.exists() else ""
     titles = ["config", "topology", "L", "mesh", "state GiB", "peak GiB", "FLOPs a step", "ms at peak",
-              "MiB a device sends a step", "compile s"]
+              "MiB a device sends a step"]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     order = {key: i for i, key in enumerate(itertools.product(
         (f"{chip}:{shape}" for chip, shapes in SLICES.items() for shape in shapes), SIZES, LENGTHS))}

@@ -48,11 +48,12 @@ def traffic(text, slices):
     entry, computations = _computations(text)
     result, unknown = {}, []
 
-    def walk(name, times, seen, fused=False, scattered=False):
+    def walk(name, times, seen, scattered=False):
         for label, shape, operation, rest in computations.get(name, ()):
             kind = operation.removesuffix("-start")
             if kind in KINDS and not operation.endswith(("-done", "-update")):
-                if fused and (identity := _identity(kind, shape, rest)):
+                if "chain_id=" in rest:  # a part; the channel alone is not enough, all of a jax.shard_map have the same
+                    identity = (kind, *re.findall(r'channel_id=\d+|chain_id="\d+"', rest))
                     if identity in seen:
                         continue
                     seen.add(identity)
@@ -80,25 +81,10 @@ def traffic(text, slices):
                 branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
                 called = _CALLED.findall(rest) + re.findall(r"[\w.\-]+", branches[1] if branches else "")
                 for inner in called:
-                    scatters = "all-reduce-scatter" in label or "all-reduce-scatter" in inner
-                    walk(inner, times, seen, fused or operation == "fusion", scatters)
+                    walk(inner, times, seen, "all-reduce-scatter" in label or "all-reduce-scatter" in inner)
 
     walk(entry, 1, set())
     return {kind: result[kind] for kind in KINDS if kind in result}, unknown
-
-
-def _identity(kind, shape, rest):
-    """What the parts of one collective that is spread over fusions have in common; None: it stands in one place.
-
-    The compiler numbers such collectives. The channel alone is not enough: all collectives of `jax.shard_map` have one.
-    """
-    channel, chain = re.search(r"channel_id=(\d+)", rest), re.search(r'chain_id="(\d+)"', rest)
-    if channel is None:
-        return None
-    if chain:
-        return kind, channel[1], chain[1]
-    origin = re.search(r'op_name="([^"]*)"', rest)
-    return kind, channel[1], origin and origin[1], *re.findall(r"\w+\[[\d,]*\]", shape)
 
 
 def _computations(text):

@@ -33,8 +33,7 @@ def normalize_reference(r, scale):
 
 
 def _rescaled(v, rescale):
-    """The right-hand side s * v, at least float32: v [B, L, H, K], rescale [B, L, H] or None."""
-    v = v.astype(at_least_float32(v.dtype))
+    """The right-hand side s * v: v [B, L, H, K], rescale [B, L, H], at least float32, or None for s = 1."""
     return v if rescale is None else rescale[..., None] * v
 
 

@@ -48,8 +48,7 @@ class DeltaFormerMixer(Mixer):
         else:
             start = cache["length"]
             new_cache = write_cache(cache, prefill, k=k)
-            rhs = v.astype(at_least_float32(v.dtype))
-            u = ops.kernel_solve_cached(w, new_cache["k"], cache["u"], rhs, start, beta=beta, window=self.window,
+            u = ops.kernel_solve_cached(w, new_cache["k"], cache["u"], v, start, beta=beta, window=self.window,
                                         scale=self.head_dim**-0.5)
             new_cache |= write_cache(cache, prefill, u=u)
             o = ops.attention_cached(q, new_cache["k"], new_cache["u"], start, window=self.window)

@@ -76,6 +76,13 @@ def test_compiles_a_long_sequence(chip, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_compiles_the_longest_sequence(chip):
+    """Of chips with 128 MiB of vector memory, as docs/launch.md says."""
+    compile_for(chip, "bfloat16", 128, 65536, strict=True, segments=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_compiles_the_largest_head(dtype):
     compile_for("tpu7x", dtype, 256, 8192)

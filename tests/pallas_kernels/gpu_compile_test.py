@@ -119,6 +119,8 @@ def test_compile_matrix(head_dim, dtype, strict, tmp_path):
     check_ptx(bodies, dtype)
     if shutil.which("ptxas"):
         for path in tmp_path.glob("*.ptx"):
+            if "kernel_solve" not in path.read_text():
+                continue  # XLA's own, one of them empty
             report = subprocess.run(["ptxas", "-v", "-arch=sm_90a", path, "-o", tmp_path / "cubin"], check=True,
                                     capture_output=True, text=True).stderr
             pattern = r"entry function '(kernel_solve\w*)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"

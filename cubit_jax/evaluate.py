@@ -7,9 +7,11 @@ import math
 import jax
 from absl import flags
 
-from cubit_jax import cli, data, distributed, partitioning, workdir
-from cubit_jax.cli import UserError
-from cubit_jax.trained import load_trained
+from cubit_jax import data, partitioning
+from cubit_jax.runtime import cli, distributed
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.training import workdir
+from cubit_jax.training.trained import load_trained
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from cubit_jax import cli, distributed, partitioning
-from cubit_jax.cli import UserError
+from cubit_jax import partitioning
 from cubit_jax.model import init_cache
-from cubit_jax.trained import load_trained
+from cubit_jax.runtime import cli, distributed
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.training.trained import load_trained
 
 _COLDEST = 1e-6  # logits divided by less are more than float32 holds
 

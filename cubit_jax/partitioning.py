@@ -14,7 +14,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cubit_jax.ops.layout import Layout, choose_head_shares, length_multiple
+from cubit_jax.ops.context_parallel.layout import Layout, choose_head_shares, length_multiple
 
 AXES = ("replica", "data", "fsdp", "tensor", "context")
 BATCH_AXES = ("replica", "data", "fsdp")

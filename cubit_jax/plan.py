@@ -16,12 +16,19 @@ import time
 import jax
 from absl import flags
 
-from cubit_jax import cli, metrics, partitioning, plan_advice, topology, train_step
-from cubit_jax.cli import UserError
-from cubit_jax.collectives import traffic
+from cubit_jax import partitioning
+from cubit_jax.flops import flops_per_token
 from cubit_jax.model import LanguageModel, count_parameters
 from cubit_jax.ops import dispatch
-from cubit_jax.topology import GIB
+from cubit_jax.planning import advice as plan_advice
+from cubit_jax.planning import topology
+from cubit_jax.planning.collectives import traffic
+from cubit_jax.planning.topology import GIB
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.devices import PEAK_FLOPS
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.files import write_atomically
+from cubit_jax.training import step as train_step
 
 _FORWARD_AGAIN = {"none": 1.0, "full": 4 / 3, "dots": 1.0}  # of operations, with what remat repeats
 
@@ -43,7 +50,7 @@ class Plan:
     state, batch, temporaries and code, which may be more. Where the compiler refused, what it says it needs; where the
     state alone is too much, the state. available: what the compiler lets a program use. temporary: None where it did
     not compile.
-    flops: of the model a step, all devices together (metrics.flops_per_token). flops_executed: with what remat computes
+    flops: of the model a step, all devices together (flops_per_token). flops_executed: with what remat computes
     again, the forward pass once more for "full"; "dots" computes little again, which is not counted. seconds_at_peak:
     flops_executed at the devices' peak, and nothing else: no step can be faster. None where the peak is not known.
     collectives: {kind: {count, sent, across}} as collectives.Traffic. unknown_loops: loops counted once there.
@@ -89,7 +96,7 @@ def main():
     target = topology.open_topology(values.topology, values.num_slices)
     plan = make_plan(values.config, target, values.num_slices, values.tries)
     if values.json:
-        cli.write_atomically(path, json.dumps(dataclasses.asdict(plan), indent=1).encode())
+        write_atomically(path, json.dumps(dataclasses.asdict(plan), indent=1).encode())
     print(describe(plan) if plan.fits else refusal(plan), flush=True)
     return 0 if plan.fits else 2
 
@@ -129,9 +136,9 @@ def _compile(config, target, num_slices):
         shapes, shardings = train_step.state_shapes(model, config, mesh)
         count = count_parameters(shapes["params"])
         parameters, moments = (_bytes(shapes[name]) for name in ("params", "opt_state"))
-        flops = metrics.flops_per_token(model.config, count) * config.batch_size * config.seq_len
+        flops = flops_per_token(model.config, count) * config.batch_size * config.seq_len
         executed = flops * _FORWARD_AGAIN[config.model.remat]
-        peak_flops = metrics.PEAK_FLOPS.get(kind)
+        peak_flops = PEAK_FLOPS.get(kind)
         plan = Plan(
             settings=plan_advice.settings(config), topology=target.name, num_slices=num_slices,
             num_devices=len(devices), device_kind=kind, compiler=f"jax {jax.__version__}, {target.compiler}",

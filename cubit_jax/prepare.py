@@ -21,10 +21,10 @@ import types
 from absl import flags, logging
 from tqdm import tqdm
 
-from cubit_jax import cli
-from cubit_jax.cli import UserError
 from cubit_jax.data import encode_documents, open_corpus, open_tokenizer
-from cubit_jax.sources import digest
+from cubit_jax.data.sources import digest
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
 
 
 def define_flags():

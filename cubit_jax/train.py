@@ -18,23 +18,18 @@ import jax
 import numpy as np
 from absl import flags
 
-from cubit_jax import (
-    cli,
-    data,
-    distributed,
-    evaluate,
-    generate,
-    metrics,
-    partitioning,
-    train_step,
-    workdir,
-)
-from cubit_jax.bigram import bigram_bits_per_byte
-from cubit_jax.checkpoint import Checkpoints, SaveError, load_params
-from cubit_jax.cli import UserError
+from cubit_jax import data, evaluate, generate, partitioning
+from cubit_jax.data.bigram import bigram_bits_per_byte
+from cubit_jax.flops import flops_per_token
 from cubit_jax.model import LanguageModel, ModelConfig, count_parameters
-from cubit_jax.progress import StopRequest, Trace
-from cubit_jax.train_loop import Loop
+from cubit_jax.runtime import cli, distributed
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.signals import StopRequest
+from cubit_jax.training import metrics, workdir
+from cubit_jax.training import step as train_step
+from cubit_jax.training.checkpoint import Checkpoints, SaveError, load_params
+from cubit_jax.training.loop import Loop
+from cubit_jax.training.profiler import Trace
 
 _BIGRAM_TOKENS = 20_000_000  # tokens of training text that the bigram baseline is fitted on, at most
 _SAMPLE_TOKENS = 120
@@ -131,7 +126,8 @@ def _train(run, stop):
 def _open_data(config, folder):
     corpus = data.open_corpus(config.data, folder)
     workdir.check_corpus(folder, {"documents": corpus.fingerprint})
-    tokenizer = data.open_tokenizer(config.data, corpus, folder, config.model.vocab_size)
+    tokenizer = data.open_tokenizer(
+        config.data, corpus, folder, config.model.vocab_size, reuse=workdir.has_begun(folder))
     workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
     return corpus, tokenizer
 
@@ -170,7 +166,7 @@ def _fit(run, state, shardings, data_state, checkpoints, stop):
             data_state=batches.get_state,
             checkpoints=checkpoints, writers=writers, stop=stop,
             trace=Trace(pathlib.Path(run.workdir, "profile"), **config.profile, show=jax.process_index() == 0),
-            flops_per_token=metrics.flops_per_token(run.model_config, count_parameters(state["params"])),
+            flops_per_token=flops_per_token(run.model_config, count_parameters(state["params"])),
             show=jax.process_index() == 0).run(state)
     finally:
         batches.close()

@@ -19,7 +19,7 @@ import jax
 import matplotlib
 from absl import flags
 
-from cubit_jax import cli
+from cubit_jax.runtime import cli
 from experiments import measure
 from experiments.options import integers, known, output_path
 

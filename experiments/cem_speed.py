@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from cubit_jax import cli
 from cubit_jax.layers import Attention, CEMAttention
 from cubit_jax.layers.cem import INTERACTIONS
+from cubit_jax.runtime import cli
 from experiments.measure import spread, time_in_turns
 from experiments.options import integers, known, output_path
 

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from cubit_jax import cli
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
 from experiments import energy_checks
 
 _COLUMNS = ("layer", "option", "preconditioner", "T", "update", "gradient", "before", "after", "small step", "")
@@ -40,14 +41,14 @@ def load(flag, path):
     """The function that MODULE:FUNCTION names; a UserError says what is wrong with it."""
     module, colon, name = path.partition(":")
     if not colon or not name:
-        raise cli.UserError(f"--{flag}={path}: give MODULE:FUNCTION, as my_file:energy")
+        raise UserError(f"--{flag}={path}: give MODULE:FUNCTION, as my_file:energy")
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise cli.UserError(f"--{flag}={path}: {error}") from error
+        raise UserError(f"--{flag}={path}: {error}") from error
     if not callable(found):
-        raise cli.UserError(f"--{flag}={path}: {name} is not a function")
+        raise UserError(f"--{flag}={path}: {name} is not a function")
     return found
 
 
@@ -65,9 +66,9 @@ def user_cases(energy_path, step_path, params_path, seed):
         try:
             found = jax.eval_shape(function, h, h, *params).shape
         except (TypeError, ValueError, AttributeError) as error:
-            raise cli.UserError(f"{path} fails for x, h and {len(params)} parameters: {error}") from error
+            raise UserError(f"{path} fails for x, h and {len(params)} parameters: {error}") from error
         if found != shape:
-            raise cli.UserError(f"{path} gives shape {found} for x and h of {h.shape}: it must be {shape}")
+            raise UserError(f"{path} gives shape {found} for x and h of {h.shape}: it must be {shape}")
     return energy_checks.user_cases(energy_path, energy, step, params, seed)
 
 
@@ -108,7 +109,7 @@ def _line(cells):
 def main():
     values = flags.FLAGS
     if not values.energy and (values.step or values.params):
-        raise cli.UserError("--step and --params belong to an --energy: give --energy=MODULE:FUNCTION too")
+        raise UserError("--step and --params belong to an --energy: give --energy=MODULE:FUNCTION too")
     with jax.enable_x64(True):
         if values.energy:
             failed = report(user_cases(values.energy, values.step, values.params, values.seed), values.seed)

@@ -23,7 +23,8 @@ import tempfile
 
 from absl import flags
 
-from cubit_jax import cli
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
 from experiments.options import integers, known, output_path
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -191,7 +192,7 @@ def main():
     ours = None
     if options.blocks:
         if not re.fullmatch(r"\d+(,\d+){5}", options.blocks):
-            raise cli.UserError(f"--blocks={options.blocks}: give rows,columns,heads twice, six integers")
+            raise UserError(f"--blocks={options.blocks}: give rows,columns,heads twice, six integers")
         ours = [int(n) for n in options.blocks.split(",")]
     titles = f"{'kernels':>10} {'all':>10} {'forward':>10} {'x':>6} {'all x':>6} {'x best':>6} {'all x':>6}"
     print(f"{'chip':6} {'L':>6} {'case':22} {'pass':9} {'blocks':22} {titles}", flush=True)

@@ -26,8 +26,10 @@ import optax
 from absl import flags
 from flax import linen as nn
 
-from cubit_jax import cli
 from cubit_jax.layers import CEMMLP, Attention, CEMAttention, GatedMLP
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.files import write_atomically
 from experiments.measure import environment
 from experiments.options import integers, output_path
 
@@ -219,7 +221,7 @@ def experiment(recursions, path, **settings):
 
 
 def write(path, record):
-    cli.write_atomically(path, (json.dumps(record, indent=2) + "\n").encode())
+    write_atomically(path, (json.dumps(record, indent=2) + "\n").encode())
 
 
 def finished(path, settings):
@@ -230,9 +232,9 @@ def finished(path, settings):
         record = json.loads(path.read_text())
         results = record["results"]
     except (ValueError, KeyError, TypeError) as error:
-        raise cli.UserError(f"{path} is not a file of this program ({error}): choose another --output") from error
+        raise UserError(f"{path} is not a file of this program ({error}): choose another --output") from error
     if record["settings"] != settings:
-        raise cli.UserError(f"{path} holds results of other settings, {record['settings']}: choose another --output")
+        raise UserError(f"{path} holds results of other settings, {record['settings']}: choose another --output")
     print(f"{path}: kept {', '.join(results)}", flush=True)
     return results
 

@@ -23,7 +23,8 @@ import time
 
 from absl import flags
 
-from cubit_jax import cli
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
 from experiments.options import known, output_path
 
 STAGES = {"first": 60, "correct": 170, "benchmark": 150, "sizes": 90, "fla": 40}  # seconds at most
@@ -212,7 +213,7 @@ def describe():
             "'jax': jax.__version__, 'jaxlib': jax.lib.__version__, 'runtime': d.client.platform_version}))")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     if found.returncode:
-        raise cli.UserError(f"jax finds no device: {found.stderr.strip().splitlines()[-1]}")
+        raise UserError(f"jax finds no device: {found.stderr.strip().splitlines()[-1]}")
     return json.loads(found.stdout.strip().splitlines()[-1])
 
 
@@ -226,7 +227,7 @@ def main():
     deadline = time.monotonic() + options.seconds
     report = {"environment": describe(), "smoke": options.smoke, "stages": {}}
     if not options.smoke and report["environment"]["platform"] not in ("gpu", "cuda"):
-        raise cli.UserError(f"the device is {report['environment']['device']}, not a GPU: see --smoke")
+        raise UserError(f"the device is {report['environment']['device']}, not a GPU: see --smoke")
     works = True
     for name, limit in STAGES.items():
         if name not in only:

@@ -139,7 +139,7 @@ def _op_inputs(op, shape, rng):
 
 
 def _mixer(op, shape, dtype, implementation):
-    from cubit_jax.layers import MIXERS  # Flax, which the check of the kernels alone does not need
+    from cubit_jax.layers import MIXERS
 
     return MIXERS[op.removesuffix("_mixer")](
         num_heads=shape.num_heads, head_dim=shape.head_dim, window=shape.window, dtype=dtype,

@@ -3,17 +3,17 @@
 import difflib
 import pathlib
 
-from cubit_jax import cli
+from cubit_jax.runtime.errors import UserError
 
 
 def known(flag, values, names):
     """`values` if all are among `names`; else a UserError with the nearest."""
     if not values:
-        raise cli.UserError(f"--{flag} is empty: choose of {', '.join(names)}")
+        raise UserError(f"--{flag} is empty: choose of {', '.join(names)}")
     for value in values:
         if value not in names:
             close = difflib.get_close_matches(value, names, n=1)
-            raise cli.UserError(f"unknown --{flag}={value}: " + (
+            raise UserError(f"unknown --{flag}={value}: " + (
                 f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}"))
     return list(dict.fromkeys(values))
 
@@ -21,7 +21,7 @@ def known(flag, values, names):
 def integers(flag, values, lowest=1):
     """`values`, decimal numbers of at least `lowest`, sorted and each once; else a UserError."""
     if not values or not all(value.isdecimal() and int(value) >= lowest for value in values):
-        raise cli.UserError(f"--{flag}={','.join(values)}: give integers from {lowest} with commas between")
+        raise UserError(f"--{flag}={','.join(values)}: give integers from {lowest} with commas between")
     return sorted({int(value) for value in values})
 
 
@@ -29,5 +29,5 @@ def output_path(value, flag="output"):
     """The path of a file to write, whose folder is there; else a UserError."""
     path = pathlib.Path(value)
     if not path.parent.is_dir():
-        raise cli.UserError(f"--{flag}={value}: there is no folder {path.parent}")
+        raise UserError(f"--{flag}={value}: there is no folder {path.parent}")
     return path

@@ -20,7 +20,8 @@ import time
 
 from absl import flags
 
-from cubit_jax import cli
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 GIB, MIB = 2**30, 2**20
@@ -60,7 +61,7 @@ def rows():
 def parse(row):
     """(family:size, length, topology) of a value of --rows."""
     if not re.fullmatch(r"\w+:\w+/\d+/\w+:\w+", row):
-        raise cli.UserError(f"--rows={row}: give FAMILY:SIZE/LENGTH/TOPOLOGY, as cubit:1p3b/8192/v5p:4x4x8")
+        raise UserError(f"--rows={row}: give FAMILY:SIZE/LENGTH/TOPOLOGY, as cubit:1p3b/8192/v5p:4x4x8")
     name, length, topology = row.split("/")
     return name, int(length), topology
 

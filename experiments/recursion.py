@@ -16,9 +16,10 @@ import matplotlib
 import numpy as np
 from absl import flags
 
-from cubit_jax import cli, data, evaluate, partitioning
+from cubit_jax import data, evaluate, partitioning
 from cubit_jax.model import LanguageModel
-from cubit_jax.trained import load_trained
+from cubit_jax.runtime import cli
+from cubit_jax.training.trained import load_trained
 from experiments.measure import environment
 from experiments.options import integers, output_path
 

@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from cubit_jax import cli, partitioning, train_step
+from cubit_jax import partitioning
 from cubit_jax.model import LanguageModel, ModelConfig, count_parameters
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.training import step as train_step
 from experiments.measure import spread, time_in_turns
 from experiments.options import output_path
 
@@ -39,7 +42,7 @@ def load(name):
     try:
         return importlib.import_module(f"configs.{file.removesuffix('.py')}").get_config(argument)
     except (ImportError, ValueError) as error:
-        raise cli.UserError(f"--configs={name}: {error}") from error
+        raise UserError(f"--configs={name}: {error}") from error
 
 
 class Run:

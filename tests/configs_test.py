@@ -43,7 +43,7 @@ def run(*flags):
     """Runs a program that prints a few fields of --config, in a process of its own as flags are global."""
     program = textwrap.dedent("""
         from absl import flags
-        from cubit_jax import cli
+        from cubit_jax.runtime import cli
         config = cli.define_config()
         def main():
             value = config.value

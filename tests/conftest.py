@@ -78,9 +78,9 @@ def quick_programs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def last_state():
     """last_state(config, workdir) -> the training state of the last checkpoint of a run."""
-    from cubit_jax import train_step
-    from cubit_jax.checkpoint import Checkpoints
     from cubit_jax.model import LanguageModel
+    from cubit_jax.training import step as train_step
+    from cubit_jax.training.checkpoint import Checkpoints
 
     def read(config, workdir):
         model_config, mesh = train_step.check(config)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cubit_jax import partitioning, train_step
+from cubit_jax import partitioning
 from cubit_jax.layers import MIXERS
 from cubit_jax.model import LanguageModel, ModelConfig
+from cubit_jax.training import step as train_step
 
 # The cases of a family share what one device computes, and so a worker.
 FAMILIES = [pytest.param(name, marks=pytest.mark.xdist_group(f"context_{name}"))

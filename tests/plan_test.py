@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cubit_jax import partitioning, plan, plan_advice, topology, train_step
-from cubit_jax.cli import UserError
+from cubit_jax import partitioning, plan
 from cubit_jax.model import LanguageModel, ModelConfig
-from cubit_jax.topology import GIB, Topology
+from cubit_jax.planning import advice as plan_advice
+from cubit_jax.planning import topology
+from cubit_jax.planning.topology import GIB, Topology
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.training import step as train_step
 from pallas_kernels import kernel_solve_tpu
 
 

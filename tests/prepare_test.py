@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from cubit_jax.cli import UserError
+from cubit_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from cubit_jax.prepare import prepare
-from cubit_jax.tokenizer import load_tokenizer, train_tokenizer
+from cubit_jax.runtime.errors import UserError
 
 
 @pytest.fixture
@@ -87,7 +87,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, texts):
     out = tmp_path / "out"
     script = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
               "resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)); "
-              "from cubit_jax import cli, prepare; prepare.define_flags(); cli.run(prepare.main)")
+              "from cubit_jax import prepare; from cubit_jax.runtime import cli; "
+              "prepare.define_flags(); cli.run(prepare.main)")
     result = subprocess.run(
         [sys.executable, "-B", "-c", script, f"--input={texts}", f"--output={out}", "--text_field=body"], text=True,
         capture_output=True, check=False, timeout=100,

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from cubit_jax import evaluate, train
-from cubit_jax.checkpoint import Checkpoints
-from cubit_jax.cli import UserError
-from cubit_jax.tokenizer import train_tokenizer
-from cubit_jax.trained import load_trained
-from cubit_jax.workdir import read_config, read_preempted, write_config
+from cubit_jax.data.tokenizer import train_tokenizer
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.training.checkpoint import Checkpoints
+from cubit_jax.training.trained import load_trained
+from cubit_jax.training.workdir import read_config, read_preempted, write_config
 
 pytestmark = pytest.mark.xdist_group("train")  # they share a run and compiled programs
 ROOT = pathlib.Path(__file__).parents[1]

@@ -7,14 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from cubit_jax import ops
-from cubit_jax.layers.common import (
-    Mixer,
-    at_least_float32,
-    record,
-    records_diagnostics,
-    token_positions,
-    write_cache,
-)
+from cubit_jax.layers.common import Mixer, at_least_float32, record, records_diagnostics, token_positions, write_cache
 from cubit_jax.partitioning import per_shard
 
 _MIN_NORM = 1e-6

@@ -1,6 +1,7 @@
 """Pure functions of arrays."""
 
 from cubit_jax.ops.attention import attention
+from cubit_jax.ops.context_parallel.layout import Layout
 from cubit_jax.ops.decode import attention_cached, kernel_solve_cached, write_cache
 from cubit_jax.ops.energy import descent_direction, elementwise_energy, interaction_energy
 from cubit_jax.ops.energy_step import (
@@ -16,7 +17,6 @@ from cubit_jax.ops.energy_step import (
     preconditioner_margin,
 )
 from cubit_jax.ops.kernel_solve import kernel_solve, system_diagonal
-from cubit_jax.ops.layout import Layout
 from cubit_jax.ops.rotary import rotary
 
 __all__ = [

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cubit_jax.ops import context, dispatch, masks, tiles
-from cubit_jax.ops.attention_xla import attention_xla
+from cubit_jax.ops import dispatch, masks
+from cubit_jax.ops.blockwise import tiles
+from cubit_jax.ops.blockwise.attention import attention_xla
+from cubit_jax.ops.context_parallel import solve as context
 
 
 def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementation=None, layout=None):

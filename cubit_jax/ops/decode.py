@@ -10,8 +10,9 @@ cache holds beyond them is not seen, but must be finite. Tokens beyond the capac
 
 import jax.numpy as jnp
 
-from cubit_jax.ops import masks, tiles
-from cubit_jax.ops.kernel_solve_xla import system_block
+from cubit_jax.ops import masks
+from cubit_jax.ops.blockwise import tiles
+from cubit_jax.ops.blockwise.kernel_solve import system_block
 
 
 def write_cache(cache, new, start):

@@ -8,7 +8,8 @@ this form is a layer too: see `descent_direction`.
 import jax
 import jax.numpy as jnp
 
-from cubit_jax.ops import masks, tiles
+from cubit_jax.ops import masks
+from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.potential import POTENTIALS, lookup
 from cubit_jax.ops.rotary import rotary
 

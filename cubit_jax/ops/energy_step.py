@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cubit_jax.ops import masks, tiles
+from cubit_jax.ops import masks
 from cubit_jax.ops.attention import attention
+from cubit_jax.ops.blockwise import tiles
+from cubit_jax.ops.blockwise.diagonal_attention import aggregate_rows, diagonal_attention
 from cubit_jax.ops.decode import attention_cached
-from cubit_jax.ops.diagonal_attention import aggregate_rows, diagonal_attention
 from cubit_jax.ops.energy import check_elementwise, check_interaction, project
 from cubit_jax.ops.potential import ACTIVATIONS, lookup
 from cubit_jax.ops.rotary import rotary

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cubit_jax.ops import context, dispatch, tiles
+from cubit_jax.ops import dispatch
 from cubit_jax.ops.attention import check, dense_weights
-from cubit_jax.ops.kernel_solve_xla import kernel_solve_xla
+from cubit_jax.ops.blockwise import tiles
+from cubit_jax.ops.blockwise.kernel_solve import kernel_solve_xla
+from cubit_jax.ops.context_parallel import solve as context
 
 
 def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, window=None, scale=1.0, block_size=None,

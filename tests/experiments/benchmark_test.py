@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from cubit_jax import cli, layers
+from cubit_jax import layers
+from cubit_jax.runtime.errors import UserError
 from experiments import benchmark, gpu_check, measure
 
 TINY = measure.Shape(1, 24, 2, 8, "float32")
@@ -109,11 +110,11 @@ def test_program_writes_its_files(tmp_path):
 
 
 def test_messages():
-    with pytest.raises(cli.UserError, match="unknown --ops=kernel_sovle: did you mean kernel_solve"):
+    with pytest.raises(UserError, match="unknown --ops=kernel_sovle: did you mean kernel_solve"):
         benchmark.known("ops", ["attention", "kernel_sovle"], benchmark.NAMES)
-    with pytest.raises(cli.UserError, match="--lengths=128,-1: give integers from 1"):
+    with pytest.raises(UserError, match="--lengths=128,-1: give integers from 1"):
         benchmark.integers("lengths", ["128", "-1"])
-    with pytest.raises(cli.UserError, match="--output=/nowhere/out: there is no folder /nowhere"):
+    with pytest.raises(UserError, match="--output=/nowhere/out: there is no folder /nowhere"):
         benchmark.output_path("/nowhere/out")
     done = run("experiments.benchmark", "--dtypes=float8")
     assert done.returncode == 1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from cubit_jax import ops
-from cubit_jax.cli import UserError
+from cubit_jax.runtime.errors import UserError
 from experiments import check_energies, energy_checks
 
 

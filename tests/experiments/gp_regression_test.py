@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cubit_jax.cli import UserError
+from cubit_jax.runtime.errors import UserError
 from experiments import gp_regression
 
 

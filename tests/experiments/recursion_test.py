@@ -4,10 +4,11 @@ import jax
 import pytest
 
 from configs import cem
-from cubit_jax import data, evaluate, workdir
-from cubit_jax.checkpoint import Checkpoints
+from cubit_jax import data, evaluate
 from cubit_jax.model import LanguageModel, ModelConfig
-from cubit_jax.train_step import init_state
+from cubit_jax.training import workdir
+from cubit_jax.training.checkpoint import Checkpoints
+from cubit_jax.training.step import init_state
 from experiments import recursion
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cubit_jax.cli import UserError
 from cubit_jax.model_config import ModelConfig, expected_parameters
+from cubit_jax.runtime.errors import UserError
 from experiments import train_speed
 
 

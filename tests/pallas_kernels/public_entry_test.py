@@ -9,9 +9,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cubit_jax import ops, partitioning, train_step
+from cubit_jax import ops, partitioning
 from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.ops import dispatch
+from cubit_jax.training import step as train_step
 
 
 def gradients(query, key, rhs, ridge):

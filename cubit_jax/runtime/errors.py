@@ -1,0 +1,16 @@
+"""Errors that are the user's to mend: one line, no traceback."""
+
+import contextlib
+
+
+class UserError(Exception):
+    """A mistake of the user's. The message is one line that names the value, what was expected and what to do."""
+
+
+@contextlib.contextmanager
+def named_errors(action, *kinds):
+    """An OSError, or one of other `kinds`, that ends the block becomes a UserError: the action, and the reason."""
+    try:
+        yield
+    except (OSError, *kinds) as error:
+        raise UserError(f"{action}: {getattr(error, 'strerror', None) or error}") from error

@@ -1,0 +1,1 @@
+"""One training run: its folder, state, step, loop, checkpoints and metrics."""

@@ -1,0 +1,75 @@
+"""What a run has trained so far, for the programs that use it: config, model, last parameters, tokenizer, mesh."""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+
+from cubit_jax import partitioning
+from cubit_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from cubit_jax.model import LanguageModel, ModelConfig
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.training import workdir
+from cubit_jax.training.checkpoint import load_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The parameters of the last checkpoint of a run and what they are used with."""
+
+    config: Any
+    model: LanguageModel
+    params: Any
+    step: int
+    tokenizer: Tokenizer
+    mesh: jax.sharding.Mesh
+
+
+def load_trained(folder, **options):
+    """The run in `folder` as of its last checkpoint, its parameters spread over this process's mesh.
+
+    Args:
+      folder: the workdir of train.
+      options: changes to the model's options that leave its parameters as they are (num_recursions).
+
+    Raises:
+      UserError: no run, no checkpoint, no tokenizer, or one that does not fit; options the model does not have.
+    """
+    config = workdir.read_config(folder)
+    try:
+        model_config = ModelConfig.from_config(config)
+        model_config = dataclasses.replace(model_config, options={**model_config.options, **options})
+        mesh = _mesh(config, model_config)
+    except ValueError as error:
+        raise UserError(error) from error
+    tokenizer = _load_tokenizer(config, folder)
+    model = LanguageModel(model_config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    params, step = load_params(folder, model, partitioning.state_shardings(mesh, {"params": shapes})["params"])
+    return Trained(config, model, params, step, tokenizer, mesh)
+
+
+def _load_tokenizer(config, folder):
+    if config.data.source == "prepared":
+        path = pathlib.Path(config.data.path).expanduser() / "tokenizer.json"
+    else:
+        path = config.data.tokenizer or pathlib.Path(folder, "tokenizer.json")
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(tokenizer, config.model.vocab_size, origin=f"tokenizer {path}")
+    workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
+    return tokenizer
+
+
+def _mesh(config, model_config):
+    """The run's own mesh where it fits the devices here, else parameters split over all of them, else whole on each."""
+    for sizes in (config.mesh, {"fsdp": -1}):
+        try:
+            mesh = partitioning.make_mesh(sizes)
+            partitioning.check(mesh, batch_size=mesh.size, accumulation_steps=1, model=model_config)
+            return mesh
+        except ValueError as error:
+            logging.info("mesh %s does not fit here: %s", dict(sizes), error)
+    return partitioning.make_mesh({"data": -1})

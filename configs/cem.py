@@ -1,9 +1,9 @@
 """Causal Energy Minimization (arXiv 2605.07588): attention and gated MLP as descent on their energies.
 
-    --config=configs/cem.py:tiny                                both layers CEM, one recursion
-    --config=configs/cem.py:162m,mlp=gated,steps=2              CEM attention with an ordinary MLP, T = 2
-    --config=configs/cem.py:162m,attention=attention            ordinary attention with a CEM MLP
-    --config=configs/cem.py:162m,attention=attention,mlp=gated  the matched Llama baseline
+--config=configs/cem.py:tiny                                both layers CEM, one recursion
+--config=configs/cem.py:162m,mlp=gated,steps=2              CEM attention with an ordinary MLP, T = 2
+--config=configs/cem.py:162m,attention=attention            ordinary attention with a CEM MLP
+--config=configs/cem.py:162m,attention=attention,mlp=gated  the matched Llama baseline
 """
 
 from configs import base

@@ -83,8 +83,13 @@ def evaluate(folder, num_recursions=None, text=None):
     except ValueError as error:
         raise UserError(error) from error
     batches = data.heldout_batches(
-        corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=batch_size,
-        process_index=process_index, process_count=process_count)
+        corpus.heldout,
+        run.tokenizer,
+        seq_len=run.config.seq_len,
+        batch_size=batch_size,
+        process_index=process_index,
+        process_count=process_count,
+    )
 
     def put(batch):
         return partitioning.put_batch(run.mesh, batch)
@@ -104,10 +109,18 @@ def _open(data_config, folder, text):
 def define_flags():
     distributed.define_flags()
     flags.DEFINE_string("workdir", None, "Folder of the run, as given to train; its last checkpoint is evaluated.")
-    flags.DEFINE_integer("num_recursions", None, "Steps T of each Causal Energy Minimization layer in the place of "
-                         "those it was trained with.", lower_bound=0)
-    flags.DEFINE_string("text", None, "Glob of .txt, .md, .py, .jsonl, .jsonl.gz or .parquet files (quote it) to "
-                        "evaluate on, all of them, in the place of the held-out part of the run's corpus.")
+    flags.DEFINE_integer(
+        "num_recursions",
+        None,
+        "Steps T of each Causal Energy Minimization layer in the place of those it was trained with.",
+        lower_bound=0,
+    )
+    flags.DEFINE_string(
+        "text",
+        None,
+        "Glob of .txt, .md, .py, .jsonl, .jsonl.gz or .parquet files (quote it) to "
+        "evaluate on, all of them, in the place of the held-out part of the run's corpus.",
+    )
 
 
 def main():
@@ -118,8 +131,10 @@ def _print_evaluation():
     text = flags.FLAGS.text
     result, step = evaluate(flags.FLAGS.workdir, flags.FLAGS.num_recursions, text)
     if jax.process_index() == 0:
-        print(f"{text or 'held-out part'} at step {step}: {result.tokens:,} tokens, loss {result.loss:.4f}, "
-              f"perplexity {result.perplexity:.2f}, bits per byte {result.bits_per_byte:.4f}")
+        print(
+            f"{text or 'held-out part'} at step {step}: {result.tokens:,} tokens, loss {result.loss:.4f}, "
+            f"perplexity {result.perplexity:.2f}, bits per byte {result.bits_per_byte:.4f}"
+        )
 
 
 if __name__ == "__main__":

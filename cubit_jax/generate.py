@@ -19,8 +19,20 @@ from cubit_jax.training.trained import load_trained
 _COLDEST = 1e-6  # logits divided by less are more than float32 holds
 
 
-def generate_tokens(model, params, tokens, lengths, *, max_new_tokens, end_id, temperature=0.0, top_k=None, top_p=None,
-                    seed=0, vocab_size=None):
+def generate_tokens(
+    model,
+    params,
+    tokens,
+    lengths,
+    *,
+    max_new_tokens,
+    end_id,
+    temperature=0.0,
+    top_k=None,
+    top_p=None,
+    seed=0,
+    vocab_size=None,
+):
     """Continues a batch of prompts of unequal length: one parallel pass over them, then one token at a time.
 
     Args:
@@ -48,16 +60,40 @@ def generate_tokens(model, params, tokens, lengths, *, max_new_tokens, end_id, t
         raise ValueError(f"{lengths=} must be from 1 to {tokens.shape[1]}, one a prompt")
     _check(max_new_tokens, temperature, top_k, top_p)
     new, count = _generate(
-        params, tokens, lengths, jax.random.key(seed), -1 if end_id is None else end_id,
-        vocab_size or model.config.vocab_size, temperature or 1.0, top_k or model.config.vocab_size,
-        1.0 if top_p is None else top_p, model=model, max_new_tokens=max_new_tokens, greedy=temperature == 0,
-        restricted=top_k is not None or top_p is not None)
+        params,
+        tokens,
+        lengths,
+        jax.random.key(seed),
+        -1 if end_id is None else end_id,
+        vocab_size or model.config.vocab_size,
+        temperature or 1.0,
+        top_k or model.config.vocab_size,
+        1.0 if top_p is None else top_p,
+        model=model,
+        max_new_tokens=max_new_tokens,
+        greedy=temperature == 0,
+        restricted=top_k is not None or top_p is not None,
+    )
     return np.asarray(new), np.asarray(count)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "max_new_tokens", "greedy", "restricted"))
-def _generate(params, tokens, lengths, key, end_id, vocab_size, temperature, top_k, top_p, *, model, max_new_tokens,
-              greedy, restricted):
+def _generate(
+    params,
+    tokens,
+    lengths,
+    key,
+    end_id,
+    vocab_size,
+    temperature,
+    top_k,
+    top_p,
+    *,
+    model,
+    max_new_tokens,
+    greedy,
+    restricted,
+):
     batch, width = tokens.shape
     allowed = jnp.arange(model.config.vocab_size) < vocab_size
 
@@ -74,8 +110,12 @@ def _generate(params, tokens, lengths, key, end_id, vocab_size, temperature, top
         return model.apply({"params": params}, tokens, cache=cache, method="next_logits", **arguments)
 
     prompt = (jnp.arange(width) < lengths[:, None]).astype(jnp.int32)
-    logits, cache = forward(jnp.where(prompt == 1, tokens, 0), init_cache(model.config, batch, width + max_new_tokens),
-                            segment_ids=prompt, prefill=True)
+    logits, cache = forward(
+        jnp.where(prompt == 1, tokens, 0),
+        init_cache(model.config, batch, width + max_new_tokens),
+        segment_ids=prompt,
+        prefill=True,
+    )
     first = pick(0, logits)
     new = jnp.full((batch, max_new_tokens), end_id, jnp.int32).at[:, 0].set(first)
 
@@ -111,21 +151,32 @@ def sample_restricted(key, logits, top_k, top_p):
     return jnp.take_along_axis(order, chosen[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def generate_text(model, params, tokenizer, prompts, *, max_new_tokens, temperature=0.0, top_k=None, top_p=None,
-                  seed=0):
+def generate_text(
+    model, params, tokenizer, prompts, *, max_new_tokens, temperature=0.0, top_k=None, top_p=None, seed=0
+):
     """The continuations, list of str without the prompts: see `generate_tokens`. A prompt begins a document."""
     ids = [[tokenizer.end_id, *tokenizer.encode(prompt)] for prompt in prompts]
     tokens = np.zeros((len(ids), max(map(len, ids))), np.int32)
     for row, prompt in zip(tokens, ids):
-        row[:len(prompt)] = prompt
+        row[: len(prompt)] = prompt
     new, counts = generate_tokens(
-        model, params, tokens, [len(prompt) for prompt in ids], max_new_tokens=max_new_tokens, end_id=tokenizer.end_id,
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=tokenizer.vocab_size)
+        model,
+        params,
+        tokens,
+        [len(prompt) for prompt in ids],
+        max_new_tokens=max_new_tokens,
+        end_id=tokenizer.end_id,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        vocab_size=tokenizer.vocab_size,
+    )
     texts = []
     for prompt, row, count in zip(ids, new, counts):
         # Some tokenizers decode the first word of a text without its space: decode all, then cut the prompt off.
         whole = tokenizer.decode([*prompt[1:], *row[:count]])
-        texts.append(whole[len(tokenizer.decode(prompt[1:])):])
+        texts.append(whole[len(tokenizer.decode(prompt[1:])) :])
     return texts
 
 
@@ -142,17 +193,23 @@ def _check(max_new_tokens, temperature, top_k, top_p):
 
 def define_flags():
     flags.DEFINE_string("workdir", None, "Folder of the run, as given to train; its last checkpoint is used.")
-    flags.DEFINE_multi_string("prompt", [], "Text to go on from; give the flag again for a batch of several. An empty "
-                              "one begins a document.")
+    flags.DEFINE_multi_string(
+        "prompt", [], "Text to go on from; give the flag again for a batch of several. An empty one begins a document."
+    )
     flags.DEFINE_multi_string("prompt_file", [], "File whose whole text is a prompt; may be given several times.")
-    flags.DEFINE_integer("max_new_tokens", 100, "Tokens to generate at most; a row stops at the end of its document. "
-                         "Together with the prompt they may exceed the length that the model was trained with.")
+    flags.DEFINE_integer(
+        "max_new_tokens",
+        100,
+        "Tokens to generate at most; a row stops at the end of its document. "
+        "Together with the prompt they may exceed the length that the model was trained with.",
+    )
     flags.DEFINE_float("temperature", 0.7, "Divides the logits before sampling; 0 takes the most likely token.")
     flags.DEFINE_integer("top_k", None, "Sample from this many most likely tokens only.", upper_bound=2**31 - 1)
     flags.DEFINE_float("top_p", None, "Sample from the fewest tokens whose probabilities sum to this, above 0 to 1.")
     flags.DEFINE_integer("num_samples", 1, "Continuations of each prompt.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the sampling; the same command gives the same text.",
-                         lower_bound=-2**63, upper_bound=2**63 - 1)
+    flags.DEFINE_integer(
+        "seed", 0, "Of the sampling; the same command gives the same text.", lower_bound=-(2**63), upper_bound=2**63 - 1
+    )
 
 
 def main():
@@ -161,8 +218,12 @@ def main():
     prompts = [*options.prompt, *map(_read, options.prompt_file)]
     if not prompts:
         raise UserError("there is no prompt: give --prompt=TEXT or --prompt_file=FILE")
-    sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "top_k": options.top_k,
-                "top_p": options.top_p}
+    sampling = {
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+    }
     for prompt in prompts:
         try:
             prompt.encode()
@@ -175,8 +236,11 @@ def main():
     run = load_trained(options.workdir)
     longest = 1 + max(len(run.tokenizer.encode(prompt)) for prompt in prompts)
     if longest + options.max_new_tokens > run.config.seq_len:
-        print(f"note: a prompt of {longest} tokens and {options.max_new_tokens} new ones are longer than the "
-              f"{run.config.seq_len} that the model was trained with", file=sys.stderr)
+        print(
+            f"note: a prompt of {longest} tokens and {options.max_new_tokens} new ones are longer than the "
+            f"{run.config.seq_len} that the model was trained with",
+            file=sys.stderr,
+        )
     prompts = [prompt for prompt in prompts for _ in range(options.num_samples)]
     with jax.set_mesh(run.mesh):
         texts = generate_text(run.model, run.params, run.tokenizer, prompts, seed=options.seed, **sampling)

@@ -10,8 +10,15 @@ from cubit_jax.layers.common import at_least_float32
 from cubit_jax.model_config import ModelConfig, build_mixer, build_mlp, expected_parameters, init_cache
 from cubit_jax.partitioning import constrain
 
-__all__ = ["LanguageModel", "ModelConfig", "count_parameters", "expected_parameters", "init_cache", "stack_layers",
-           "unstack_layers"]
+__all__ = [
+    "LanguageModel",
+    "ModelConfig",
+    "count_parameters",
+    "expected_parameters",
+    "init_cache",
+    "stack_layers",
+    "unstack_layers",
+]
 
 _LOSS_CHUNK = 128  # positions a step of the loss: float32 logits of [B, 128, V] exist at a time
 
@@ -32,8 +39,13 @@ class Block(nn.Module):
         if cache is None:
             update = mixer(hidden, positions=positions, segment_ids=segment_ids)
         else:
-            update, cache = mixer(hidden, positions=positions, segment_ids=segment_ids,
-                                  cache={**cache, "length": length}, prefill=self.prefill)
+            update, cache = mixer(
+                hidden,
+                positions=positions,
+                segment_ids=segment_ids,
+                cache={**cache, "length": length},
+                prefill=self.prefill,
+            )
         x = constrain(x + self._dropout(update, "mixer_dropout"), "BLD")
         update = build_mlp(config, name="mlp")(_norm(config, "mlp_norm")(x))
         return constrain(x + self._dropout(update, "mlp_dropout"), "BLD"), cache
@@ -93,10 +105,12 @@ class LanguageModel(nn.Module):
 
     def next_logits(self, tokens, *, segment_ids=None, cache, prefill=False):
         """Logits [B, V] of the last real token of each row, and the new cache: what generation needs of a prompt."""
+
         def head(x, kernel):
             count = token_count(tokens, segment_ids)
             last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
             return logits_of(last, kernel)[:, 0]
+
         return self._run(head, tokens, None, segment_ids, cache, prefill, True)
 
     def loss(self, batch, *, deterministic=True):
@@ -112,9 +126,14 @@ class LanguageModel(nn.Module):
     def _run(self, head, tokens, positions, segment_ids, cache, prefill, deterministic):
         """head(normalised activations [B, L, D], kernel [D, V]) and the new cache."""
         config = self.config
-        embed = nn.Embed(config.vocab_size, config.model_dim, dtype=jnp.dtype(config.dtype),
-                         param_dtype=jnp.dtype(config.param_dtype), embedding_init=nn.initializers.normal(1.0),
-                         name="embed")
+        embed = nn.Embed(
+            config.vocab_size,
+            config.model_dim,
+            dtype=jnp.dtype(config.dtype),
+            param_dtype=jnp.dtype(config.param_dtype),
+            embedding_init=nn.initializers.normal(1.0),
+            name="embed",
+        )
         length = None if cache is None else cache["length"]
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -125,7 +144,8 @@ class LanguageModel(nn.Module):
         x = constrain(jnp.take(table, tokens, axis=0), "BLD")
         layers = None if cache is None else cache["layers"]
         x, layers = (self._scanned if config.scan_layers else self._unrolled)(
-            x, positions, segment_ids, length, layers, prefill, deterministic)
+            x, positions, segment_ids, length, layers, prefill, deterministic
+        )
         x = _norm(config, "final_norm")(x)
         kernel = embed.embedding.T if config.tie_embeddings else Head(config, name="lm_head")()
         if cache is not None:
@@ -135,8 +155,12 @@ class LanguageModel(nn.Module):
 
     def _scanned(self, x, positions, segment_ids, length, layers, prefill, deterministic):
         group = nn.scan(
-            Group, variable_axes={"params": 0, "diagnostics": 0}, split_rngs={"params": True, "dropout": True},
-            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0), length=self.config.num_groups)
+            Group,
+            variable_axes={"params": 0, "diagnostics": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, 0),
+            length=self.config.num_groups,
+        )
         return group(self.config, deterministic, prefill, name="layers")(x, positions, segment_ids, length, layers)
 
     def _unrolled(self, x, positions, segment_ids, length, layers, prefill, deterministic):
@@ -201,22 +225,27 @@ def stack_layers(params, config):
     """The parameters of layer_0.. as the scanned model `config` holds them, under `layers`."""
     period = len(config.mixers)
     rest = {name: value for name, value in params.items() if not name.startswith("layer_")}
-    groups = [{f"block_{i}": params[f"layer_{g * period + i}"] for i in range(period)}
-              for g in range(config.num_groups)]
+    groups = [
+        {f"block_{i}": params[f"layer_{g * period + i}"] for i in range(period)} for g in range(config.num_groups)
+    ]
     return {**rest, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)}
 
 
 def unstack_layers(params, config):
     """The inverse of `stack_layers`."""
     period = len(config.mixers)
-    layers = {f"layer_{g * period + i}": jax.tree.map(lambda leaf, g=g: leaf[g], params["layers"][f"block_{i}"])
-              for g in range(config.num_groups) for i in range(period)}
+    layers = {
+        f"layer_{g * period + i}": jax.tree.map(lambda leaf, g=g: leaf[g], params["layers"][f"block_{i}"])
+        for g in range(config.num_groups)
+        for i in range(period)
+    }
     return {**{name: value for name, value in params.items() if name != "layers"}, **layers}
 
 
 def _norm(config, name):
-    return nn.RMSNorm(epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype),
-                      param_dtype=jnp.dtype(config.param_dtype), name=name)
+    return nn.RMSNorm(
+        epsilon=config.norm_eps, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype), name=name
+    )
 
 
 def _remat(config, cache):

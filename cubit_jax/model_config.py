@@ -14,8 +14,18 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPLEMENTATIONS = ("reference", "xla", "pallas")
 REMAT = ("none", "full", "dots")
 # The fields of a mixer or MLP that the model fills in; every other field is an option of that layer.
-_FILLED = {"num_heads", "head_dim", "mlp_dim", "window", "rope_theta", "dtype", "param_dtype", "implementation",
-           "parent", "name"}
+_FILLED = {
+    "num_heads",
+    "head_dim",
+    "mlp_dim",
+    "window",
+    "rope_theta",
+    "dtype",
+    "param_dtype",
+    "implementation",
+    "parent",
+    "name",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +72,10 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout} must be at least 0 and below 1")
         if not self.mixers or self.num_layers % len(self.mixers):
-            raise ValueError(f"model.mixers={self.mixers} has {len(self.mixers)} names, which must divide "
-                             f"num_layers={self.num_layers}: the pattern is repeated over the layers")
+            raise ValueError(
+                f"model.mixers={self.mixers} has {len(self.mixers)} names, which must divide "
+                f"num_layers={self.num_layers}: the pattern is repeated over the layers"
+            )
         for name in self.mixers:
             _check_name("model.mixers", name, MIXERS)
         _check_name("model.mlp", self.mlp, MLPS)
@@ -77,12 +89,16 @@ class ModelConfig:
         for name in self.options:
             owners = [owner for owner, layer in (MIXERS | MLPS).items() if name in option_names(layer)]
             if owners and name not in known:
-                raise ValueError(f"model.options.{name} is an option of {' and '.join(owners)}, which this model of "
-                                 f"{', '.join((*self.mixers, self.mlp))} does not have: leave it out, or begin with "
-                                 f"configs/{owners[0]}.py")
+                raise ValueError(
+                    f"model.options.{name} is an option of {' and '.join(owners)}, which this model of "
+                    f"{', '.join((*self.mixers, self.mlp))} does not have: leave it out, or begin with "
+                    f"configs/{owners[0]}.py"
+                )
             _check_name("model.options", name, known, f"the options of {', '.join((*self.mixers, self.mlp))}")
-        for build in (*(lambda name=name: build_mixer(self, name, parent=None) for name in self.mixers),
-                      lambda: build_mlp(self, parent=None)):
+        for build in (
+            *(lambda name=name: build_mixer(self, name, parent=None) for name in self.mixers),
+            lambda: build_mlp(self, parent=None),
+        ):
             try:
                 build()
             except ValueError as error:
@@ -116,23 +132,37 @@ def option_names(layer):
 def build_mixer(config, mixer, **module):
     """The Linen module of one mixer; `module` is name or parent."""
     layer = MIXERS[mixer]
-    return layer(num_heads=config.num_heads, head_dim=config.head_dim, window=config.window,
-                 rope_theta=config.rope_theta, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype),
-                 implementation=config.implementation, **_options(config, layer), **module)
+    return layer(
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        window=config.window,
+        rope_theta=config.rope_theta,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        implementation=config.implementation,
+        **_options(config, layer),
+        **module,
+    )
 
 
 def build_mlp(config, **module):
     """The Linen module of the MLP; `module` is name or parent."""
     layer = MLPS[config.mlp]
-    return layer(mlp_dim=config.mlp_dim, dtype=jnp.dtype(config.dtype), param_dtype=jnp.dtype(config.param_dtype),
-                 **_options(config, layer), **module)
+    return layer(
+        mlp_dim=config.mlp_dim,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        **_options(config, layer),
+        **module,
+    )
 
 
 def expected_parameters(config):
     """The number of parameters in closed form, from the config alone."""
     mlp = build_mlp(config, parent=None).expected_parameters(config.model_dim)
-    mixers = sum(build_mixer(config, name, parent=None).expected_parameters(config.model_dim)
-                 for name in config.layer_mixers())
+    mixers = sum(
+        build_mixer(config, name, parent=None).expected_parameters(config.model_dim) for name in config.layer_mixers()
+    )
     norms = (2 * config.num_layers + 1) * config.model_dim
     embeddings = (1 if config.tie_embeddings else 2) * config.vocab_size * config.model_dim
     return embeddings + norms + mixers + config.num_layers * mlp
@@ -145,12 +175,17 @@ def init_cache(config, batch, max_len):
       {"length": int32 [batch], the tokens each row holds; "layers": {layer name: arrays [batch, max_len, ...]}}, with
       a leading axis of repeats of the mixer pattern where the layers are scanned.
     """
-    caches = [build_mixer(config, name, parent=None).init_cache(batch, max_len, jnp.dtype(config.dtype),
-                                                                    config.model_dim)
-              for name in config.layer_mixers()]
+    caches = [
+        build_mixer(config, name, parent=None).init_cache(batch, max_len, jnp.dtype(config.dtype), config.model_dim)
+        for name in config.layer_mixers()
+    ]
     if config.scan_layers:
-        layers = {f"block_{i}": {name: jnp.zeros((config.num_groups, *array.shape), array.dtype)
-                                 for name, array in caches[i].items()} for i in range(len(config.mixers))}
+        layers = {
+            f"block_{i}": {
+                name: jnp.zeros((config.num_groups, *array.shape), array.dtype) for name, array in caches[i].items()
+            }
+            for i in range(len(config.mixers))
+        }
     else:
         layers = {f"layer_{i}": cache for i, cache in enumerate(caches)}
     return {"length": jnp.zeros((batch,), jnp.int32), "layers": layers}

@@ -94,10 +94,13 @@ def make_mesh(sizes, devices=None):
         across[axis] = math.gcd(sizes[axis], slices // math.prod(across.values()))
         inside[axis] //= across[axis]
     if math.prod(across.values()) != slices:
-        raise ValueError(f"{slices} slices cannot be dealt to mesh replica x data x fsdp = "
-                         f"{' x '.join(str(sizes[axis]) for axis in BATCH_AXES)}: set mesh.replica={slices}")
-    layout = mesh_utils.create_hybrid_device_mesh(tuple(inside.values()), tuple(across.values()), devices=devices,
-                                                  allow_split_physical_axes=True)
+        raise ValueError(
+            f"{slices} slices cannot be dealt to mesh replica x data x fsdp = "
+            f"{' x '.join(str(sizes[axis]) for axis in BATCH_AXES)}: set mesh.replica={slices}"
+        )
+    layout = mesh_utils.create_hybrid_device_mesh(
+        tuple(inside.values()), tuple(across.values()), devices=devices, allow_split_physical_axes=True
+    )
     return jax.sharding.Mesh(layout, AXES, axis_types=axis_types)
 
 
@@ -113,7 +116,8 @@ def check(mesh, *, batch_size, accumulation_steps, model):
     if batch_size % (accumulation_steps * rows):
         raise ValueError(
             f"batch_size={batch_size} must be a multiple of {accumulation_steps * rows} = "
-            f"accumulation_steps={accumulation_steps} x {rows} devices sharing the batch (mesh replica, data, fsdp)")
+            f"accumulation_steps={accumulation_steps} x {rows} devices sharing the batch (mesh replica, data, fsdp)"
+        )
     split = {"num_heads": "tensor", "mlp_dim": "tensor", "vocab_size": "tensor", "model_dim": "fsdp"}
     for field, axis in split.items():
         size = getattr(model, field)
@@ -151,10 +155,12 @@ def state_shardings(mesh, state):
       mesh: the device mesh.
       state: pytree of arrays or shapes whose paths end in parameter paths (params, Adam's mu and nu), plus scalars.
     """
+
     def one(path, leaf):
         path = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = parameter_spec(path, leaf.ndim) if leaf.ndim or "params" in path.split("/") else P()
         return NamedSharding(mesh, spec)
+
     return jax.tree_util.tree_map_with_path(one, state)
 
 
@@ -178,16 +184,20 @@ def process_share(mesh):
             held.setdefault(device.process_index, set()).add(row)
     parts = sorted({tuple(sorted(rows)) for rows in held.values()})
     if sum(map(len, parts)) != len(rows):
-        raise ValueError(f"the rows of {len(held)} processes overlap: mesh.tensor x mesh.context must divide the "
-                         "devices of a process, or be a multiple of them")
+        raise ValueError(
+            f"the rows of {len(held)} processes overlap: mesh.tensor x mesh.context must divide the "
+            "devices of a process, or be a multiple of them"
+        )
     return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
 def put_batch(mesh, batch):
     """The global batch on the devices, from this process's rows (see process_share) as a dict of arrays [b, L]."""
     sharding, (_, count) = batch_sharding(mesh), process_share(mesh)
-    return {name: jax.make_array_from_process_local_data(sharding, array, (count * len(array), *array.shape[1:]))
-            for name, array in batch.items()}
+    return {
+        name: jax.make_array_from_process_local_data(sharding, array, (count * len(array), *array.shape[1:]))
+        for name, array in batch.items()
+    }
 
 
 def constrain(x, dims):
@@ -260,7 +270,8 @@ def per_shard(fn, dims):
 
         out_specs = tuple(_spec(letters, sizes, mesh) for letters in outputs)
         return jax.shard_map(
-            local, in_specs=tuple(_spec(letters, sizes, mesh) for letters in inputs),
+            local,
+            in_specs=tuple(_spec(letters, sizes, mesh) for letters in inputs),
             out_specs=out_specs if len(outputs) > 1 else out_specs[0],
             check_vma=False,  # the check knows neither Pallas calls nor a scan's initial zeros
         )(*args)
@@ -284,6 +295,7 @@ def _layout(inputs, outputs, sizes, mesh):
 
 def _run_dealt(fn, layout, inputs, outputs, shards):
     """fn of exchanged arrays; its results are exchanged back."""
+
     def one(letters, x):
         if x is None:
             return None
@@ -293,8 +305,10 @@ def _run_dealt(fn, layout, inputs, outputs, shards):
 
     shards = [one(letters, x) for letters, x in zip(inputs, shards)]
     result = fn(*shards, **({"layout": layout} if layout.row_shares > 1 else {}))
-    results = [layout.undeal(x, heads="H" in letters) if "L" in letters else x
-               for letters, x in zip(outputs, result if len(outputs) > 1 else [result])]
+    results = [
+        layout.undeal(x, heads="H" in letters) if "L" in letters else x
+        for letters, x in zip(outputs, result if len(outputs) > 1 else [result])
+    ]
     return tuple(results) if len(outputs) > 1 else results[0]
 
 
@@ -316,8 +330,10 @@ def _sizes(letters, arrays):
             raise ValueError(f"an array of shape {array.shape} cannot have the dimensions {dims!r}")
         for letter, size in zip(dims, array.shape):
             if letter not in _LETTER_AXES and letter not in _WHOLE:
-                raise ValueError(f"dimension {letter!r} of {dims!r} is not known: the mesh splits "
-                                 f"{', '.join(_LETTER_AXES)}, and {', '.join(_WHOLE)} stay whole")
+                raise ValueError(
+                    f"dimension {letter!r} of {dims!r} is not known: the mesh splits "
+                    f"{', '.join(_LETTER_AXES)}, and {', '.join(_WHOLE)} stay whole"
+                )
             if letter in _LETTER_AXES and sizes.setdefault(letter, size) != size:
                 raise ValueError(f"dimension {letter} is both {sizes[letter]} and {size}")
     return sizes

@@ -37,8 +37,12 @@ def define_flags():
     cli.define_config()
     flags.DEFINE_string("topology", None, f"Devices to compile for. Known: {topology.KNOWN}.")
     flags.DEFINE_integer("num_slices", 1, "TPU slices of this topology; mesh.replica should be as large.")
-    flags.DEFINE_integer("tries", 2, "If it does not fit: how many other settings to compile, in search of one that "
-                         "does. 0: the one suggested is an estimate.")
+    flags.DEFINE_integer(
+        "tries",
+        2,
+        "If it does not fit: how many other settings to compile, in search of one that "
+        "does. 0: the one suggested is an estimate.",
+    )
     flags.DEFINE_string("json", None, "File to write the plan to as JSON, also if it does not fit.")
 
 
@@ -90,8 +94,9 @@ def main():
     if values.json:
         path = os.path.abspath(values.json)
         if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            raise UserError(f"cannot write --json={values.json}: it is a folder, or its folder is not there or not "
-                            "writable")
+            raise UserError(
+                f"cannot write --json={values.json}: it is a folder, or its folder is not there or not writable"
+            )
     topology.prepare()
     target = topology.open_topology(values.topology, values.num_slices)
     plan = make_plan(values.config, target, values.num_slices, values.tries)
@@ -140,11 +145,23 @@ def _compile(config, target, num_slices):
         executed = flops * _FORWARD_AGAIN[config.model.remat]
         peak_flops = PEAK_FLOPS.get(kind)
         plan = Plan(
-            settings=plan_advice.settings(config), topology=target.name, num_slices=num_slices,
-            num_devices=len(devices), device_kind=kind, compiler=f"jax {jax.__version__}, {target.compiler}",
-            mesh=dict(mesh.shape), num_parameters=count, parameters=parameters, optimizer=moments,
-            available=target.memory, peak=parameters + moments, fits=False, flops=flops, flops_executed=executed,
-            seconds_at_peak=executed / len(devices) / peak_flops if peak_flops else None)
+            settings=plan_advice.settings(config),
+            topology=target.name,
+            num_slices=num_slices,
+            num_devices=len(devices),
+            device_kind=kind,
+            compiler=f"jax {jax.__version__}, {target.compiler}",
+            mesh=dict(mesh.shape),
+            num_parameters=count,
+            parameters=parameters,
+            optimizer=moments,
+            available=target.memory,
+            peak=parameters + moments,
+            fits=False,
+            flops=flops,
+            flops_executed=executed,
+            seconds_at_peak=executed / len(devices) / peak_flops if peak_flops else None,
+        )
         if plan.peak > plan.available:
             return plan  # without anything computed yet
         _say(f"compiling the training step for {len(devices)} x {kind}: minutes, of one CPU core")
@@ -152,7 +169,8 @@ def _compile(config, target, num_slices):
         try:
             with dispatch.recorded() as choices:
                 compiled = train_step.compile_train_step(
-                    model, config, shapes, shardings, partitioning.batch_sharding(mesh))
+                    model, config, shapes, shardings, partitioning.batch_sharding(mesh)
+                )
         except jax.errors.JaxRuntimeError as error:
             plan.peak = _required(error)
             return plan
@@ -161,8 +179,13 @@ def _compile(config, target, num_slices):
     plan.temporary = memory.temp_size_in_bytes
     plan.peak, plan.peak_is_bound = memory.peak_memory_in_bytes, target.platform != "tpu"
     if plan.peak_is_bound:  # other compilers leave the temporaries out of it
-        plan.peak = (memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-                     + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes)
+        plan.peak = (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+            + memory.generated_code_size_in_bytes
+        )
     plan.fits = plan.peak <= plan.available
     found, plan.unknown_loops = traffic(compiled.as_text(), [target.group(device) for device in mesh.devices.flat])
     plan.collectives = {name: dataclasses.asdict(value) for name, value in found.items()}
@@ -192,8 +215,9 @@ def _state_bytes(config, target):
 
 def _bytes(shapes):
     """Bytes of one device's share."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-               for leaf in jax.tree.leaves(shapes))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)
+    )
 
 
 def _required(error):
@@ -215,14 +239,17 @@ def describe(plan):
         f"model       {plan.num_parameters:,} parameters; "
         + ", ".join(f"{op}: {' and '.join(names)}" for op, names in plan.implementations.items()),
         f"compiled    in {plan.compile_seconds:.0f} s by {plan.compiler}",
-        "memory      a device: " + ", ".join(f"{name} {_size(size)}" for name, size in memory)
+        "memory      a device: "
+        + ", ".join(f"{name} {_size(size)}" for name, size in memory)
         + f"; peak {'at most ' * plan.peak_is_bound}{plan.peak / GIB:.2f} GiB of {plan.available / GIB:.2f}: it fits",
         f"compute     a step: {plan.flops:.3g} FLOPs of the model (closed form, 2 a multiply-add, causal half of "
         f"L x L), {plan.flops_executed:.3g} with recomputation",
     ]
     if plan.seconds_at_peak is not None:
-        lines.append(f"            {plan.seconds_at_peak * 1e3:.4g} ms at the devices' peak; no step is faster, and "
-                     "memory, network and what is not a matrix product are not in it")
+        lines.append(
+            f"            {plan.seconds_at_peak * 1e3:.4g} ms at the devices' peak; no step is faster, and "
+            "memory, network and what is not a matrix product are not in it"
+        )
     lines.append("exchange    a step, sent by each device:")
     groups = "hosts" if plan.topology.startswith("gpu") else "slices"
     for name, value in plan.collectives.items():
@@ -240,9 +267,11 @@ def refusal(plan):
     what = f"needs {plan.peak / GIB:.2f} GiB a device"
     if plan.peak == plan.parameters + plan.optimizer:
         what = f"needs {plan.peak / GIB:.2f} GiB a device for the state alone"
-    line = (f"does not fit: {_where(plan)} {what} and a {plan.device_kind} has {plan.available / GIB:.2f} "
-            f"(parameters {plan.parameters / GIB:.2f}, optimizer state {plan.optimizer / GIB:.2f}, mesh "
-            f"{_mesh(plan.mesh)})")
+    line = (
+        f"does not fit: {_where(plan)} {what} and a {plan.device_kind} has {plan.available / GIB:.2f} "
+        f"(parameters {plan.parameters / GIB:.2f}, optimizer state {plan.optimizer / GIB:.2f}, mesh "
+        f"{_mesh(plan.mesh)})"
+    )
     if plan.suggestion is None:
         return line + "; found no mesh, micro-batch or remat with which it would: more devices, or a smaller batch"
     how = "compiled" if plan.suggestion_compiled else "estimated"

@@ -28,29 +28,57 @@ from cubit_jax.runtime.errors import UserError
 
 
 def define_flags():
-    flags.DEFINE_string("input", None, "Text to read: a glob of .txt, .md, .py, .jsonl, .jsonl.gz or .parquet files "
-                        "(quote it); with --source=tfds a TFDS directory; with --source=stdlib nothing.")
+    flags.DEFINE_string(
+        "input",
+        None,
+        "Text to read: a glob of .txt, .md, .py, .jsonl, .jsonl.gz or .parquet files "
+        "(quote it); with --source=tfds a TFDS directory; with --source=stdlib nothing.",
+    )
     flags.DEFINE_enum("source", "files", ["files", "tfds", "stdlib"], "What --input is.")
-    flags.DEFINE_string("heldout_path", None, "Glob or TFDS directory of held-out text; if not given, a share of "
-                        "--input is held out by a hash of its documents' names (of TFDS the validation or test split).")
-    flags.DEFINE_float("heldout_fraction", 0.05, "Share of the documents that is held out where no "
-                       "--heldout_path is given.")
+    flags.DEFINE_string(
+        "heldout_path",
+        None,
+        "Glob or TFDS directory of held-out text; if not given, a share of "
+        "--input is held out by a hash of its documents' names (of TFDS the validation or test split).",
+    )
+    flags.DEFINE_float(
+        "heldout_fraction", 0.05, "Share of the documents that is held out where no --heldout_path is given."
+    )
     flags.DEFINE_string("text_field", "text", "Field or column that holds the text of a record.")
     flags.DEFINE_string("output", None, "Directory to make; it must not exist yet.")
     flags.DEFINE_string("tokenizer", None, "A tokenizer.json to use.")
-    flags.DEFINE_integer("train_tokenizer", None, "Train a byte-level BPE with this many entries on the training part "
-                         "instead; 32768 if neither flag is given.")
+    flags.DEFINE_integer(
+        "train_tokenizer",
+        None,
+        "Train a byte-level BPE with this many entries on the training part instead; 32768 if neither flag is given.",
+    )
 
 
 def main():
     given = flags.FLAGS
-    prepare(given.output, source=given.source, path=given.input, heldout_path=given.heldout_path,
-            heldout_fraction=given.heldout_fraction, text_field=given.text_field, tokenizer=given.tokenizer,
-            vocab_size=given.train_tokenizer)
+    prepare(
+        given.output,
+        source=given.source,
+        path=given.input,
+        heldout_path=given.heldout_path,
+        heldout_fraction=given.heldout_fraction,
+        text_field=given.text_field,
+        tokenizer=given.tokenizer,
+        vocab_size=given.train_tokenizer,
+    )
 
 
-def prepare(output, *, source="files", path=None, heldout_path=None, heldout_fraction=0.05, text_field="text",
-            tokenizer=None, vocab_size=None):
+def prepare(
+    output,
+    *,
+    source="files",
+    path=None,
+    heldout_path=None,
+    heldout_fraction=0.05,
+    text_field="text",
+    tokenizer=None,
+    vocab_size=None,
+):
     """Writes the directory `output`, whole or not at all, and returns its metadata. Arguments as the flags."""
     output = pathlib.Path(output).expanduser()
     if output.exists():
@@ -59,8 +87,14 @@ def prepare(output, *, source="files", path=None, heldout_path=None, heldout_fra
         raise UserError("give --tokenizer or --train_tokenizer, not both")
     if source != "stdlib" and not path:
         raise UserError("--input is missing: give the text to read, e.g. --input='texts/*.txt'")
-    data = types.SimpleNamespace(source=source, path=path, heldout_path=heldout_path, text_field=text_field,
-                                 heldout_fraction=heldout_fraction, tokenizer=tokenizer)
+    data = types.SimpleNamespace(
+        source=source,
+        path=path,
+        heldout_path=heldout_path,
+        text_field=text_field,
+        heldout_fraction=heldout_fraction,
+        tokenizer=tokenizer,
+    )
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         work = pathlib.Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-"))
@@ -83,8 +117,13 @@ def _write(work, data, vocab_size):
     tokenizer = open_tokenizer(data, corpus, work, limit)
     tokenizer.save(work / "tokenizer.json")
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-    metadata = {"vocab_size": tokenizer.vocab_size, "end_id": tokenizer.end_id, "dtype": dtype,
-                "corpus": corpus.fingerprint, "tokenizer": digest((work / "tokenizer.json").read_text())}
+    metadata = {
+        "vocab_size": tokenizer.vocab_size,
+        "end_id": tokenizer.end_id,
+        "dtype": dtype,
+        "corpus": corpus.fingerprint,
+        "tokenizer": digest((work / "tokenizer.json").read_text()),
+    }
     for name, documents in (("train", corpus.train), ("heldout", corpus.heldout)):
         metadata[name] = _write_stream(work / f"{name}.bin", documents, tokenizer, dtype, name)
     (work / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")

@@ -38,8 +38,11 @@ _SAMPLE_TOKENS = 120
 def define_flags():
     cli.define_config()
     distributed.define_flags()
-    flags.DEFINE_string("workdir", None, "Folder of the run: metrics, checkpoints, tokenizer. If it holds a run of the "
-                        "same config, that run goes on.")
+    flags.DEFINE_string(
+        "workdir",
+        None,
+        "Folder of the run: metrics, checkpoints, tokenizer. If it holds a run of the same config, that run goes on.",
+    )
 
 
 def main():
@@ -127,7 +130,8 @@ def _open_data(config, folder):
     corpus = data.open_corpus(config.data, folder)
     workdir.check_corpus(folder, {"documents": corpus.fingerprint})
     tokenizer = data.open_tokenizer(
-        config.data, corpus, folder, config.model.vocab_size, reuse=workdir.has_begun(folder))
+        config.data, corpus, folder, config.model.vocab_size, reuse=workdir.has_begun(folder)
+    )
     workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
     return corpus, tokenizer
 
@@ -153,21 +157,35 @@ def _fit(run, state, shardings, data_state, checkpoints, stop):
     _say(f"compiled    in {time.monotonic() - start:.0f} s")
     process_index, process_count = partitioning.process_share(run.mesh)
     batches = data.train_batches(
-        run.corpus.train, run.tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed,
-        num_workers=config.data.num_workers, process_index=process_index, process_count=process_count)
+        run.corpus.train,
+        run.tokenizer,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        num_workers=config.data.num_workers,
+        process_index=process_index,
+        process_count=process_count,
+    )
     writers = metrics.open_writers(run.workdir, int(state["step"]), jax.process_index())
     try:
         if data_state is not None:
             batches.set_state(data_state)
         return Loop(
-            config=config, model_config=run.model_config, step_fn=step_fn,
-            diagnostics_fn=train_step.make_diagnostics(run.model), evaluate=_make_evaluate(run), put=run.put,
+            config=config,
+            model_config=run.model_config,
+            step_fn=step_fn,
+            diagnostics_fn=train_step.make_diagnostics(run.model),
+            evaluate=_make_evaluate(run),
+            put=run.put,
             batches=batches,
             data_state=batches.get_state,
-            checkpoints=checkpoints, writers=writers, stop=stop,
+            checkpoints=checkpoints,
+            writers=writers,
+            stop=stop,
             trace=Trace(pathlib.Path(run.workdir, "profile"), **config.profile, show=jax.process_index() == 0),
             flops_per_token=flops_per_token(run.model_config, count_parameters(state["params"])),
-            show=jax.process_index() == 0).run(state)
+            show=jax.process_index() == 0,
+        ).run(state)
     finally:
         batches.close()
         writers.close()
@@ -175,13 +193,18 @@ def _fit(run, state, shardings, data_state, checkpoints, stop):
 
 def _make_evaluate(run):
     """The function params -> {"eval/loss", "eval/bits_per_byte"} of the whole held-out part."""
+
     @functools.cache
     def batches():
         process_index, process_count = partitioning.process_share(run.mesh)
         return data.heldout_batches(
-            run.corpus.heldout, run.tokenizer, seq_len=run.config.seq_len,
+            run.corpus.heldout,
+            run.tokenizer,
+            seq_len=run.config.seq_len,
             batch_size=run.config.batch_size // run.config.accumulation_steps,  # what a training step fits in memory
-            process_index=process_index, process_count=process_count)
+            process_index=process_index,
+            process_count=process_count,
+        )
 
     def evaluate_params(params):
         result = evaluate.heldout_loss(run.model, params, map(run.put, batches()), run.corpus.heldout_bytes)
@@ -196,22 +219,34 @@ def _report(run, state, evaluation, clock):
     step = int(state["step"])
     evaluation = evaluation or _make_evaluate(run)(state["params"])
     prompt = "def" if config.data.source == "stdlib" else ""
-    sample = generate.generate_text(run.model, state["params"], run.tokenizer, [prompt], max_new_tokens=_SAMPLE_TOKENS,
-                                    temperature=0.7, seed=config.seed)[0]
+    sample = generate.generate_text(
+        run.model,
+        state["params"],
+        run.tokenizer,
+        [prompt],
+        max_new_tokens=_SAMPLE_TOKENS,
+        temperature=0.7,
+        seed=config.seed,
+    )[0]
     if jax.process_index():  # what the devices of all processes compute ends here
         return
     bigram = bigram_bits_per_byte(
-        _first_tokens(run.corpus.train, run.tokenizer), data.token_stream(run.corpus.heldout, run.tokenizer),
-        run.tokenizer.vocab_size, run.corpus.heldout_bytes)
+        _first_tokens(run.corpus.train, run.tokenizer),
+        data.token_stream(run.corpus.heldout, run.tokenizer),
+        run.tokenizer.vocab_size,
+        run.corpus.heldout_bytes,
+    )
     speed = "" if clock is None else f", {clock.tokens / max(clock.seconds, 1e-9):,.0f} tokens/s"
     _say(f"\ndone        {step:,} steps, {step * config.batch_size * config.seq_len:,} tokens{speed}")
-    _say(f"held-out    loss {evaluation['eval/loss']:.4f}, bits per byte {evaluation['eval/bits_per_byte']:.4f} "
-         f"(a bigram model of the same tokens: {bigram:.4f})")
+    _say(
+        f"held-out    loss {evaluation['eval/loss']:.4f}, bits per byte {evaluation['eval/bits_per_byte']:.4f} "
+        f"(a bigram model of the same tokens: {bigram:.4f})"
+    )
     other = "cubit" if set(run.model_config.mixers) == {"attention"} else "transformer"
     lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in prompt + sample)
     _say("sample\n    " + lines.replace("\n", "\n    "))
     _say(f"""next
-    {_python()} -m cubit_jax.generate --workdir={folder} --prompt='{prompt or 'The'}' --max_new_tokens=200
+    {_python()} -m cubit_jax.generate --workdir={folder} --prompt='{prompt or "The"}' --max_new_tokens=200
     {_python()} -m cubit_jax.evaluate --workdir={folder}
     to compare, this command again with --config=configs/{other}.py and its size, and another --workdir
     tensorboard --logdir={folder}   # pip install tensorboard""")
@@ -247,15 +282,23 @@ def _describe(run, state, resumed):
     documents = "" if isinstance(corpus.train, np.ndarray) else f"{len(corpus.train):,} documents, "
     _say(f"workdir     {run.workdir}")
     _say(f"devices     {run.mesh.size} x {', '.join(sorted(kinds))}, mesh: {axes}")
-    _say(f"model       {run.model_config.num_layers} layers of {' + '.join(run.model_config.mixers)}, "
-         f"{count_parameters(state['params']):,} parameters")
-    _say(f"data        {config.data.source}: {documents}{corpus.heldout_bytes:,} bytes held out; "
-         f"{run.tokenizer.vocab_size:,} tokens in the vocabulary")
-    _say(f"training    {config.num_steps:,} steps of {config.batch_size} x {config.seq_len} = {tokens:,} tokens, "
-         f"{config.num_steps * tokens:,} in all")
+    _say(
+        f"model       {run.model_config.num_layers} layers of {' + '.join(run.model_config.mixers)}, "
+        f"{count_parameters(state['params']):,} parameters"
+    )
+    _say(
+        f"data        {config.data.source}: {documents}{corpus.heldout_bytes:,} bytes held out; "
+        f"{run.tokenizer.vocab_size:,} tokens in the vocabulary"
+    )
+    _say(
+        f"training    {config.num_steps:,} steps of {config.batch_size} x {config.seq_len} = {tokens:,} tokens, "
+        f"{config.num_steps * tokens:,} in all"
+    )
     if config.optimizer.warmup_steps >= config.num_steps:
-        _say(f"note        warm-up ({config.optimizer.warmup_steps} steps) is as long as the run: the learning rate "
-             "only rises")
+        _say(
+            f"note        warm-up ({config.optimizer.warmup_steps} steps) is as long as the run: the learning rate "
+            "only rises"
+        )
     if resumed:
         step = int(state["step"])
         complete = "" if step < config.num_steps else ": the run is complete, a larger --config.num_steps goes on"

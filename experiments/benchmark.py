@@ -31,7 +31,8 @@ def define_flags():
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_list("ops", list(NAMES), f"What to time, of {', '.join(NAMES)}.")
     flags.DEFINE_list(
-        "implementations", None, f"Of {', '.join(IMPLEMENTATIONS)}. Default: xla, and pallas on a TPU or GPU.")
+        "implementations", None, f"Of {', '.join(IMPLEMENTATIONS)}. Default: xla, and pallas on a TPU or GPU."
+    )
     flags.DEFINE_list("lengths", ["256", "1024"], "Sequence lengths.")
     flags.DEFINE_list("dtypes", None, "Of float32, bfloat16, float16. Default: float32 on a CPU, else bfloat16.")
     flags.DEFINE_list("passes", list(measure.PASSES), "forward, forward+backward or both.")
@@ -42,7 +43,8 @@ def define_flags():
     flags.DEFINE_integer("rounds", 7, "Measurements a case.", lower_bound=2)
     flags.DEFINE_integer("check_rows", 256, "Rows compared with the dense float64 reference.", lower_bound=1)
     flags.DEFINE_integer(
-        "matrix_size", None, "Side of the matrix product. Default: 1024 on a CPU, else 8192.", lower_bound=1)
+        "matrix_size", None, "Side of the matrix product. Default: 1024 on a CPU, else 8192.", lower_bound=1
+    )
     flags.DEFINE_integer("seed", 0, "Of inputs and order.")
     flags.DEFINE_string("output", "benchmark", "Path without ending of the .json and .png files.")
 
@@ -56,10 +58,16 @@ def plot(records, path):
     timed = [record for record in records if record["median_seconds"] and record["op"] != "matrix product"]
     names = [(record["op"], record["implementation"], record["dtype"], record["pass"]) for record in timed]
     for index, name in enumerate(dict.fromkeys(names)):
-        points = sorted((record["length"], record["median_seconds"] * 1e3, (record["memory_bytes"] or 0) / 2**20)
-                        for record, own in zip(timed, names) if own == name)
-        style = {"color": f"C{index // 2 % 10}", "marker": "o^sv"[index // 20 % 4],
-                 "linestyle": "-" if name[3] == "forward" else "--"}
+        points = sorted(
+            (record["length"], record["median_seconds"] * 1e3, (record["memory_bytes"] or 0) / 2**20)
+            for record, own in zip(timed, names)
+            if own == name
+        )
+        style = {
+            "color": f"C{index // 2 % 10}",
+            "marker": "o^sv"[index // 20 % 4],
+            "linestyle": "-" if name[3] == "forward" else "--",
+        }
         for axis, column in zip(axes, (1, 2)):
             axis.plot([p[0] for p in points], [p[column] for p in points], label=" ".join(name), **style)
     for axis, title in zip(axes, ("time, ms", "memory, MiB")):
@@ -79,7 +87,8 @@ def main():
     accelerator = jax.default_backend() != "cpu"
     names = known("ops", options.ops, NAMES)
     implementations = known(
-        "implementations", options.implementations or ["xla", "pallas"][:1 + accelerator], IMPLEMENTATIONS)
+        "implementations", options.implementations or ["xla", "pallas"][: 1 + accelerator], IMPLEMENTATIONS
+    )
     dtypes = known("dtypes", options.dtypes or ["bfloat16" if accelerator else "float32"], tuple(measure.LIMITS))
     directions = known("passes", options.passes, measure.PASSES)
     lengths = integers("lengths", options.lengths)
@@ -92,14 +101,24 @@ def main():
         for length in lengths:
             shape = measure.Shape(options.batch, length, options.num_heads, options.head_dim, dtype, options.window)
             cases = measure.run_group(
-                names, implementations, directions, shape, rounds=options.rounds, check_rows=options.check_rows,
-                matrix_size=options.matrix_size or (8192 if accelerator else 1024), seed=options.seed)
+                names,
+                implementations,
+                directions,
+                shape,
+                rounds=options.rounds,
+                check_rows=options.check_rows,
+                matrix_size=options.matrix_size or (8192 if accelerator else 1024),
+                seed=options.seed,
+            )
             records += measure.finish(cases)
-            print(measure.table(records[-len(cases):]), flush=True)
-    settings = {name: options[name].value for name in (
-        "batch", "num_heads", "head_dim", "window", "rounds", "check_rows", "matrix_size", "seed")}
-    output.with_name(output.name + ".json").write_text(json.dumps(
-        {"environment": where, "settings": settings, "results": records}, indent=1) + "\n")
+            print(measure.table(records[-len(cases) :]), flush=True)
+    settings = {
+        name: options[name].value
+        for name in ("batch", "num_heads", "head_dim", "window", "rounds", "check_rows", "matrix_size", "seed")
+    }
+    output.with_name(output.name + ".json").write_text(
+        json.dumps({"environment": where, "settings": settings, "results": records}, indent=1) + "\n"
+    )
     plot(records, output.with_name(output.name + ".png"))
     print(f"wrote {output}.json and {output}.png")
 

@@ -49,8 +49,9 @@ def compile_layer(layer, x):
 def measure(layers, x, rounds, seed=0):
     """{name: (list of seconds, bytes of temporaries)} of layers run in turns."""
     compiled = {name: compile_layer(layer, x) for name, layer in layers.items()}
-    times = time_in_turns({name: functools.partial(run, *arguments) for name, (run, arguments) in compiled.items()},
-                          rounds, seed=seed)
+    times = time_in_turns(
+        {name: functools.partial(run, *arguments) for name, (run, arguments) in compiled.items()}, rounds, seed=seed
+    )
     return {name: (times[name], compiled[name][0].memory_analysis().temp_size_in_bytes) for name in layers}
 
 
@@ -61,9 +62,14 @@ def table(results):
     for name, (seconds, memory) in results.items():
         kind = name.rpartition(" T=")[0]
         first.setdefault(kind, medians[name])
-        yield {"layer": name, "milliseconds": 1e3 * medians[name], "spread": spread(seconds),
-               "of_attention": medians[name] / medians["attention"],
-               "of_first": medians[name] / first[kind] if kind else None, "mebibytes": memory / 2**20}
+        yield {
+            "layer": name,
+            "milliseconds": 1e3 * medians[name],
+            "spread": spread(seconds),
+            "of_attention": medians[name] / medians["attention"],
+            "of_first": medians[name] / first[kind] if kind else None,
+            "mebibytes": memory / 2**20,
+        }
 
 
 def main():
@@ -74,17 +80,24 @@ def main():
     shape = {"num_heads": values.num_heads, "head_dim": values.head_dim, "dtype": jnp.dtype(values.dtype)}
     layers = {"attention": Attention(**shape)} | {
         f"{interaction} T={t}": CEMAttention(**shape, interaction=interaction, num_recursions=t)
-        for interaction in interactions for t in recursions}
-    x = jax.random.normal(jax.random.key(1), (values.batch, values.length, values.num_heads * values.head_dim),
-                          values.dtype)
+        for interaction in interactions
+        for t in recursions
+    }
+    x = jax.random.normal(
+        jax.random.key(1), (values.batch, values.length, values.num_heads * values.head_dim), values.dtype
+    )
     records = list(table(measure(layers, x, values.rounds)))
-    print(f"B{values.batch} L{values.length} H{values.num_heads} K{values.head_dim} {values.dtype}, "
-          f"forward and backward, {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    print(
+        f"B{values.batch} L{values.length} H{values.num_heads} K{values.head_dim} {values.dtype}, "
+        f"forward and backward, {jax.devices()[0].device_kind}, jax {jax.__version__}"
+    )
     print(f"{'layer':<22} {'ms':>8} {'spread':>7} {'x attention':>12} {'x T=1':>6} {'MiB':>8}")
     for r in records:
         of_first = "" if r["of_first"] is None else f"{r['of_first']:.2f}"
-        print(f"{r['layer']:<22} {r['milliseconds']:>8.1f} {r['spread']:>7.1%} {r['of_attention']:>12.2f} "
-              f"{of_first:>6} {r['mebibytes']:>8.1f}")
+        print(
+            f"{r['layer']:<22} {r['milliseconds']:>8.1f} {r['spread']:>7.1%} {r['of_attention']:>12.2f} "
+            f"{of_first:>6} {r['mebibytes']:>8.1f}"
+        )
     if output:
         output.write_text(json.dumps(records, indent=2) + "\n")
 

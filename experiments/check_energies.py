@@ -79,8 +79,20 @@ def report(cases, seed):
     for case in cases:
         result = energy_checks.measure(case, seed)
         verdict = ", ".join(f"{name} is off" for name in result.failures)
-        print(_line((*case.name, f"{result.update:.1e}", f"{result.gradient:.1e}", f"{result.before:.4f}",
-                     f"{result.after:.4f}", f"{result.small_step:.1e}", verdict or "ok")), flush=True)
+        print(
+            _line(
+                (
+                    *case.name,
+                    f"{result.update:.1e}",
+                    f"{result.gradient:.1e}",
+                    f"{result.before:.4f}",
+                    f"{result.after:.4f}",
+                    f"{result.small_step:.1e}",
+                    verdict or "ok",
+                )
+            ),
+            flush=True,
+        )
         worst, failed, count = max(worst, result.update), failed + bool(verdict), count + 1
     print(f"{count - failed} of {count} as they should be; largest relative difference of an update {worst:.1e}")
     return failed
@@ -94,16 +106,19 @@ def report_built_in(seed):
         failed += not right
         print(f"parameters of {name}: {size:,} of {ordinary:,} = {size / ordinary:.4f}, {'ok' if right else 'off'}")
     shares = energy_checks.indefinite_share(seed=seed)
-    print("preconditioner diag(softplus(d)) + U V^T + V U^T, D = 64, R = 8, d normal: not positive definite in "
-          + ", ".join(f"{share:.1%} of draws at {scale:g}" for scale, share in shares.items())
-          + " standard deviation of the entries of U and V")
+    print(
+        "preconditioner diag(softplus(d)) + U V^T + V U^T, D = 64, R = 8, d normal: not positive definite in "
+        + ", ".join(f"{share:.1%} of draws at {scale:g}" for scale, share in shares.items())
+        + " standard deviation of the entries of U and V"
+    )
     return failed
 
 
 def _line(cells):
     widths = (14, 15, 16, 1, 7, 8, 9, 9, 10, 0)
-    return "  ".join(f"{cell:>{width}}" if 3 < i < 9 else f"{cell:<{width}}"
-                     for i, (cell, width) in enumerate(zip(cells, widths)))
+    return "  ".join(
+        f"{cell:>{width}}" if 3 < i < 9 else f"{cell:<{width}}" for i, (cell, width) in enumerate(zip(cells, widths))
+    )
 
 
 def main():

@@ -22,8 +22,9 @@ UPDATE_LIMIT = 1e-10
 GRADIENT_LIMIT = 1e-8
 SMALL_STEP = 1e-3
 # Everything here compiles far longer than it runs.
-_jit = functools.partial(jax.jit, compiler_options={
-    "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True})
+_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Case:
       params: tree of arrays. h: [B, L, D].
       smooth: whether finite differences of high order converge.
     """
+
     name: tuple[str, ...]
     update: Callable
     energy: Callable
@@ -59,6 +61,7 @@ class Result:
       small_step: largest change of any position's energy by one plain step of 1e-3; must not be above 0.
       leak: largest derivative of a position's energy in another position's state or in later context; must be 0.
     """
+
     update: float
     gradient: float
     before: float
@@ -85,8 +88,14 @@ def measure(case, seed=0):
         return update, expected, energies
 
     update, expected, (before, after, small) = values(case.params, case.h)
-    return Result(relative(update, expected), _gradient_error(case, keys[:2]), float(jnp.mean(before)),
-                  float(jnp.mean(after)), float(jnp.max(small - before)), _leak(case, keys[2]))
+    return Result(
+        relative(update, expected),
+        _gradient_error(case, keys[:2]),
+        float(jnp.mean(before)),
+        float(jnp.mean(after)),
+        float(jnp.max(small - before)),
+        _leak(case, keys[2]),
+    )
 
 
 def relative(actual, expected):
@@ -126,7 +135,7 @@ def _leak(case, key):
 
     of_state, of_context = gradients(x, case.h)
     others = jnp.arange(length) != row
-    return float(jnp.maximum(jnp.max(jnp.abs(of_state[:, others])), jnp.max(jnp.abs(of_context[:, row + 1:]))))
+    return float(jnp.maximum(jnp.max(jnp.abs(of_state[:, others])), jnp.max(jnp.abs(of_context[:, row + 1 :]))))
 
 
 def random_like(key, tree):
@@ -143,8 +152,13 @@ def built_in_cases(seed=0):
 
 
 def _layer_case(kind, choice, preconditioner, recursions, seed):
-    options = {"num_recursions": recursions, "preconditioner": preconditioner, "precondition_rank": 3,
-               "dtype": jnp.float64, "param_dtype": jnp.float64}
+    options = {
+        "num_recursions": recursions,
+        "preconditioner": preconditioner,
+        "precondition_rank": 3,
+        "dtype": jnp.float64,
+        "param_dtype": jnp.float64,
+    }
     if kind == "attention":
         layer = CEMAttention(NUM_HEADS, HEAD_DIM, interaction=choice, **options)
     else:
@@ -153,14 +167,22 @@ def _layer_case(kind, choice, preconditioner, recursions, seed):
     h = jax.random.normal(keys[0], (BATCH, LENGTH, MODEL_DIM), jnp.float64)
     shapes = jax.eval_shape(layer.init, keys[1], h)["params"]
     params = jax.tree.map(lambda x: 0.3 * x, random_like(keys[1], shapes)) | {"step_size": jnp.float64(0.3)}
-    return Case((f"cem {kind}", choice, preconditioner, str(recursions)), lambda params, h: layer.apply(
-        {"params": params}, h), functools.partial(_layer_energy, layer), functools.partial(_minimize, layer), params, h,
-        smooth=choice != "relu")
+    return Case(
+        (f"cem {kind}", choice, preconditioner, str(recursions)),
+        lambda params, h: layer.apply({"params": params}, h),
+        functools.partial(_layer_energy, layer),
+        functools.partial(_minimize, layer),
+        params,
+        h,
+        smooth=choice != "relu",
+    )
 
 
 def _layer_energy(layer, params, x, h):
-    kernels = [params[name]["kernel"] for name in (
-        ("q_proj", "k_proj") if isinstance(layer, CEMAttention) else ("up_proj", "gate_proj"))]
+    kernels = [
+        params[name]["kernel"]
+        for name in (("q_proj", "k_proj") if isinstance(layer, CEMAttention) else ("up_proj", "gate_proj"))
+    ]
     if isinstance(layer, CEMAttention):
         return ops.interaction_energy(x, h, *kernels, params.get("diag"), positions=jnp.arange(h.shape[1]))
     return ops.elementwise_energy(x, h, *kernels, activation=layer.activation)
@@ -173,6 +195,7 @@ def _minimize(layer, params, direction, h):
     if "precond_u" in params:
         product = params["precond_u"] @ params["precond_v"].T
         matrix = matrix + product + product.T
+
     def step(_, x):
         return x + params["step_size"] * direction(x) @ matrix
 
@@ -184,13 +207,18 @@ def user_cases(name, energy, step, params, seed=0, step_size=0.1):
     h = jax.random.normal(jax.random.key(seed), (BATCH, LENGTH, MODEL_DIM), jnp.float64)
     step = step or ops.descent_direction(energy)
     for recursions in RECURSIONS:
+
         def descend(direction, h, recursions=recursions):
             return ops.minimize(direction, h, num_steps=recursions, step_size=step_size) - h
 
-        yield Case((name, "", "none", str(recursions)),
-                   lambda params, h, descend=descend: descend(lambda x: step(x, h, *params), h),
-                   lambda params, x, h: energy(x, h, *params),
-                   lambda params, direction, h, descend=descend: descend(direction, h), params, h)
+        yield Case(
+            (name, "", "none", str(recursions)),
+            lambda params, h, descend=descend: descend(lambda x: step(x, h, *params), h),
+            lambda params, x, h: energy(x, h, *params),
+            lambda params, direction, h, descend=descend: descend(direction, h),
+            params,
+            h,
+        )
 
 
 def parameter_shares():
@@ -199,8 +227,9 @@ def parameter_shares():
     attention = CEMAttention(heads, head_dim, interaction="lowrank", step_size=1.0, learn_step_size=False)
     mlp = CEMMLP(mlp_dim, step_size=1.0, learn_step_size=False)
     pairs = (("attention", attention, Attention(heads, head_dim), 1 / 2), ("mlp", mlp, GatedMLP(mlp_dim), 2 / 3))
-    return [(name, layer_size(layer, model_dim), layer_size(other, model_dim), share)
-            for name, layer, other, share in pairs]
+    return [
+        (name, layer_size(layer, model_dim), layer_size(other, model_dim), share) for name, layer, other, share in pairs
+    ]
 
 
 def layer_size(layer, model_dim):

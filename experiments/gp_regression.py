@@ -85,8 +85,7 @@ def draw(key, count):
     x = jax.random.uniform(keys[0], (count, NUM_POINTS), minval=-EXTENT, maxval=EXTENT)
     kernel = jnp.exp(-jnp.square(x[:, :, None] - x[:, None, :]) / (2 * LENGTH_SCALE**2))
     identity = jnp.eye(NUM_POINTS)
-    f = jnp.einsum("bij,bj->bi", cholesky(kernel + 1e-4 * identity),
-                   jax.random.normal(keys[1], (count, NUM_POINTS)))
+    f = jnp.einsum("bij,bj->bi", cholesky(kernel + 1e-4 * identity), jax.random.normal(keys[1], (count, NUM_POINTS)))
     y = f + NOISE * jax.random.normal(keys[2], f.shape)
     exact = posterior_mean(kernel + (NOISE**2 + 1e-4) * identity, y)
     before = [jnp.pad(a[:, :-1], ((0, 0), (1, 0))) for a in (x, y, jnp.ones_like(x))]
@@ -98,6 +97,7 @@ def cholesky(matrices):
 
     Not LAPACK's: on a CPU two batches of factorizations in one program may each wait for the other's thread for ever.
     """
+
     def column(i, carry):
         rest, factors = carry
         values = jnp.where(jnp.arange(matrices.shape[-1]) < i, 0, rest[:, :, i] / jnp.sqrt(rest[:, i, i, None]))
@@ -159,8 +159,11 @@ def train(name, model, *, seeds, steps, batch, learning_rate):
     for tenth in range(min(10, steps)):
         first, last = (steps * n // min(10, steps) for n in (tenth, tenth + 1))
         carry, losses = advance(carry, first, last)
-        print(f"{name:<18} step {last:>{len(str(steps))}} of {steps}   loss {float(jnp.mean(losses)):.4f}   "
-              f"{(time.perf_counter() - begin) * (steps - last) / last:.0f} s left", flush=True)
+        print(
+            f"{name:<18} step {last:>{len(str(steps))}} of {steps}   loss {float(jnp.mean(losses)):.4f}   "
+            f"{(time.perf_counter() - begin) * (steps - last) / last:.0f} s left",
+            flush=True,
+        )
     return carry[0], losses
 
 
@@ -208,14 +211,24 @@ def experiment(recursions, path, **settings):
             by_position = rmse_by_position(model, params, test)
             mean, half = interval(total(by_position))
             results[name] = {
-                "parameters": parameter_count(model), "rmse": mean, "half_width": half,
-                "rmse_by_seed": total(by_position).tolist(), "train_loss_by_seed": np.asarray(loss).tolist(),
-                "rmse_by_position": by_position.mean(axis=0).tolist(), "seconds": time.perf_counter() - begin}
+                "parameters": parameter_count(model),
+                "rmse": mean,
+                "half_width": half,
+                "rmse_by_seed": total(by_position).tolist(),
+                "train_loss_by_seed": np.asarray(loss).tolist(),
+                "rmse_by_position": by_position.mean(axis=0).tolist(),
+                "seconds": time.perf_counter() - begin,
+            }
             write(path, {"settings": settings, "results": results})
     results = {name: results[name] for name in models}
-    record = {"settings": settings, "results": results, "exact": float(total(exact)),
-              "exact_by_position": exact.tolist(), "differences": differences(results, recursions),
-              "environment": environment()}
+    record = {
+        "settings": settings,
+        "results": results,
+        "exact": float(total(exact)),
+        "exact_by_position": exact.tolist(),
+        "differences": differences(results, recursions),
+        "environment": environment(),
+    }
     write(path, record)
     return record
 
@@ -250,6 +263,7 @@ def table(record):
 
 def differences(results, recursions):
     """What each larger T changes in RMSE, paired by seed: {"T=1 to T=2": [mean, half width of the interval]}."""
+
     def seeds(t):
         return np.asarray(results[f"CEM T={t}"]["rmse_by_seed"])
 
@@ -275,8 +289,14 @@ def plot(record, path):
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     deep = {int(name.removeprefix("CEM T=")): r for name, r in record["results"].items() if name.startswith("CEM")}
-    left.errorbar(list(deep), [r["rmse"] for r in deep.values()], [r["half_width"] for r in deep.values()], marker="o",
-                  capsize=4, label="CEM, 95 % interval over seeds")
+    left.errorbar(
+        list(deep),
+        [r["rmse"] for r in deep.values()],
+        [r["half_width"] for r in deep.values()],
+        marker="o",
+        capsize=4,
+        label="CEM, 95 % interval over seeds",
+    )
     softmax = record["results"]["softmax attention"]
     low, high = (softmax["rmse"] + sign * softmax["half_width"] for sign in (-1, 1))
     left.axhspan(low, high, color="C1", alpha=0.3)
@@ -298,8 +318,13 @@ def plot(record, path):
 def main():
     values = flags.FLAGS
     recursions = integers("recursions", values.recursions, lowest=0)
-    settings = {"seeds": values.seeds, "steps": values.steps, "batch": values.batch,
-                "test_functions": values.test_functions, "learning_rate": values.learning_rate}
+    settings = {
+        "seeds": values.seeds,
+        "steps": values.steps,
+        "batch": values.batch,
+        "test_functions": values.test_functions,
+        "learning_rate": values.learning_rate,
+    }
     if values.quick:
         recursions, settings = [1, 2], settings | {"seeds": 2, "steps": 150, "test_functions": 200}
     output = output_path(values.output)

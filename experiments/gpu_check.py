@@ -84,8 +84,9 @@ def first(smoke):
     length, head_dim = (40, 16) if smoke else (250, 64)
     problem = measure.Problem("kernel_solve", measure.Shape(1, length, 2, head_dim, "bfloat16"))
     expected = problem.reference(problem.shape.length)
-    write_line({"error_over_limit": measure.worst_error(
-        problem, compiled_solve(problem, "forward")(), expected, "forward")})
+    write_line(
+        {"error_over_limit": measure.worst_error(problem, compiled_solve(problem, "forward")(), expected, "forward")}
+    )
 
 
 def correct(smoke):
@@ -101,9 +102,12 @@ def correct(smoke):
         run = compiled_solve(problem, "forward+backward")
         out = jax.device_get(run())
         record = dataclasses.asdict(problem.shape) | {
-            "op": op, "error_over_limit": measure.worst_error(problem, out, expected, "forward+backward")}
+            "op": op,
+            "error_over_limit": measure.worst_error(problem, out, expected, "forward+backward"),
+        }
         record["same_bits_in_every_run"] = all(
-            jax.tree.all(jax.tree.map(np.array_equal, out, jax.device_get(run()))) for _ in range(1 if smoke else 20))
+            jax.tree.all(jax.tree.map(np.array_equal, out, jax.device_get(run()))) for _ in range(1 if smoke else 20)
+        )
         if dtype == "float32":
             with jax.default_matmul_precision("highest"):
                 highest = jax.device_get(compiled_solve(problem, "forward+backward")())
@@ -117,9 +121,15 @@ def benchmark(smoke):
     for length, heads, head_dim in ((40, 1, 16),) if smoke else BENCHMARK:
         shape = measure.Shape(1, length, heads, head_dim, "bfloat16")
         cases = measure.run_group(
-            ("kernel_solve", "delta_solve", "attention"), ("pallas", "xla"), measure.PASSES, shape,
-            rounds=2 if smoke else 10, check_rows=256, matrix_size=64 if smoke else 8192,
-            seconds=0.0 if smoke else 0.01)
+            ("kernel_solve", "delta_solve", "attention"),
+            ("pallas", "xla"),
+            measure.PASSES,
+            shape,
+            rounds=2 if smoke else 10,
+            check_rows=256,
+            matrix_size=64 if smoke else 8192,
+            seconds=0.0 if smoke else 0.01,
+        )
         records = measure.finish(cases)
         print(measure.table(records), flush=True)
         for record in records:
@@ -156,8 +166,10 @@ def fla(smoke):
         write_line({"not_run": f"{error}; pip install torch flash-linear-attention to compare with its DeltaFormer"})
         return
     for length, heads, head_dim in () if smoke else BENCHMARK[:3]:
-        key, value = (torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-                      for _ in range(2))
+        key, value = (
+            torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(2)
+        )
         beta = torch.rand(1, length, heads, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         cotangent = torch.randn_like(value)
         for direction in ("forward", "forward+backward"):
@@ -170,8 +182,17 @@ def fla(smoke):
                     u.backward(cotangent)
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - start)
-            write_line({"op": "delta_solve", "implementation": "flash-linear-attention", "pass": direction,
-                        "length": length, "num_heads": heads, "head_dim": head_dim, "times": times[2:]})
+            write_line(
+                {
+                    "op": "delta_solve",
+                    "implementation": "flash-linear-attention",
+                    "pass": direction,
+                    "length": length,
+                    "num_heads": heads,
+                    "head_dim": head_dim,
+                    "times": times[2:],
+                }
+            )
 
 
 def run_stage(name, smoke):
@@ -194,7 +215,8 @@ def start_stage(name, seconds, smoke):
     with tempfile.TemporaryFile("w+") as log:
         try:
             code = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=seconds).returncode
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=seconds
+            ).returncode
         except subprocess.TimeoutExpired:
             code, failure = None, f"stopped after {seconds:.0f} seconds"
         log.seek(0)
@@ -209,8 +231,10 @@ def start_stage(name, seconds, smoke):
 
 def describe():
     """The device and versions, asked in a child: the parent must not hold the GPU's memory."""
-    code = ("import json, jax; d = jax.devices()[0]; print(json.dumps({'device': d.device_kind, 'platform': d.platform,"
-            "'jax': jax.__version__, 'jaxlib': jax.lib.__version__, 'runtime': d.client.platform_version}))")
+    code = (
+        "import json, jax; d = jax.devices()[0]; print(json.dumps({'device': d.device_kind, 'platform': d.platform,"
+        "'jax': jax.__version__, 'jaxlib': jax.lib.__version__, 'runtime': d.client.platform_version}))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     if found.returncode:
         raise UserError(f"jax finds no device: {found.stderr.strip().splitlines()[-1]}")
@@ -244,11 +268,18 @@ def main():
         report["stages"][name] = stage
         output.write_text(json.dumps(report, indent=1) + "\n")
         remark = stage["failure"] or "".join(f"not run: {r['not_run']}" for r in stage["results"] if "not_run" in r)
-        print(f"{name}: {stage['seconds']} s, {len(stage['results'])} results" + (f", {remark}" if remark else ""),
-              flush=True)
-    wrong = [result for stage in report["stages"].values() for result in stage["results"]
-             if (result.get("error_over_limit") or 0) > 1 or not result.get("same_bits_in_every_run", True)
-             or not result.get("same_bits_at_highest_precision", True)]
+        print(
+            f"{name}: {stage['seconds']} s, {len(stage['results'])} results" + (f", {remark}" if remark else ""),
+            flush=True,
+        )
+    wrong = [
+        result
+        for stage in report["stages"].values()
+        for result in stage["results"]
+        if (result.get("error_over_limit") or 0) > 1
+        or not result.get("same_bits_in_every_run", True)
+        or not result.get("same_bits_at_highest_precision", True)
+    ]
     for result in wrong:
         print(f"WRONG {json.dumps({key: value for key, value in result.items() if key != 'times'})}")
     print(f"wrote {output}")

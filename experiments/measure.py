@@ -69,10 +69,19 @@ class Case:
     def record(self):
         """A JSON object."""
         return {
-            "op": self.op, "implementation": self.implementation, "pass": self.direction,
-            **dataclasses.asdict(self.shape), "median_seconds": self.median, "spread": self.spread, "times": self.times,
-            "flops": self.flops, "compile_seconds": self.compile_seconds, "memory_bytes": self.memory,
-            "error_over_limit": self.error, "failure": self.failure}
+            "op": self.op,
+            "implementation": self.implementation,
+            "pass": self.direction,
+            **dataclasses.asdict(self.shape),
+            "median_seconds": self.median,
+            "spread": self.spread,
+            "times": self.times,
+            "flops": self.flops,
+            "compile_seconds": self.compile_seconds,
+            "memory_bytes": self.memory,
+            "error_over_limit": self.error,
+            "failure": self.failure,
+        }
 
 
 def spread(times):
@@ -84,10 +93,19 @@ def spread(times):
 def environment():
     """Where the numbers come from."""
     device = jax.devices()[0]
-    versions = {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "runtime": device.client.platform_version,
-                "python": platform.python_version()}
-    return {"device": device.device_kind, "platform": device.platform, "processor": _processor(),
-            "processor_cores": os.cpu_count(), "versions": versions}
+    versions = {
+        "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
+        "runtime": device.client.platform_version,
+        "python": platform.python_version(),
+    }
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "processor": _processor(),
+        "processor_cores": os.cpu_count(),
+        "versions": versions,
+    }
 
 
 def _processor():
@@ -126,24 +144,38 @@ def _op_inputs(op, shape, rng):
     query, key, rhs = rng.standard_normal((3, *dims)).astype(np.float32)
     if op == "attention":
         return {"q": query, "k": key, "v": rhs}, lambda a, name: ops.attention(
-            a["q"], a["k"], a["v"], window=shape.window, implementation=name)
+            a["q"], a["k"], a["v"], window=shape.window, implementation=name
+        )
     if op == "kernel_solve":
         key = query / np.linalg.norm(query, axis=-1, keepdims=True)
         ridge = np.full(shape.num_heads, 1e-10, np.float32)
         return {"query": query, "key": key, "rhs": rhs, "ridge": ridge}, lambda a, name: ops.kernel_solve(
-            a["query"], a["key"], a["rhs"], ridge=a["ridge"], window=shape.window, implementation=name)
+            a["query"], a["key"], a["rhs"], ridge=a["ridge"], window=shape.window, implementation=name
+        )
     beta = rng.uniform(0.0, 1.0, dims[:3]).astype(np.float32)
     return {"query": query, "key": key, "rhs": rhs, "beta": beta}, lambda a, name: ops.kernel_solve(
-        a["query"], a["key"], a["rhs"], beta=a["beta"], scale=shape.head_dim**-0.5, window=shape.window,
-        implementation=name)
+        a["query"],
+        a["key"],
+        a["rhs"],
+        beta=a["beta"],
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        implementation=name,
+    )
 
 
 def _mixer(op, shape, dtype, implementation):
     from cubit_jax.layers import MIXERS
 
     return MIXERS[op.removesuffix("_mixer")](
-        num_heads=shape.num_heads, head_dim=shape.head_dim, window=shape.window, dtype=dtype,
-        param_dtype=jnp.promote_types(dtype, jnp.float32), implementation=implementation, name="mixer")
+        num_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        window=shape.window,
+        dtype=dtype,
+        param_dtype=jnp.promote_types(dtype, jnp.float32),
+        implementation=implementation,
+        name="mixer",
+    )
 
 
 ROWS = ("q", "k", "v", "query", "key", "rhs", "beta", "x")  # arguments with a row a position
@@ -164,8 +196,10 @@ class Problem:
             params = jax.jit(_mixer(op, shape, jnp.float32, "xla").init)(jax.random.key(seed), jnp.asarray(x[:, :1]))
             inputs, wide = {"params": params, "x": x}, ("params",)
             self.call = lambda a, name: _mixer(op, shape, a["x"].dtype, name).apply(a["params"], a["x"])
-        self.inputs = {name: value if name in wide else np.asarray(jnp.asarray(value, self.dtype))
-                       for name, value in inputs.items()}
+        self.inputs = {
+            name: value if name in wide else np.asarray(jnp.asarray(value, self.dtype))
+            for name, value in inputs.items()
+        }
         # The solve returns float32; everything else its input's dtype.
         out_dtype = np.float32 if op in ("kernel_solve", "delta_solve") else self.dtype
         out_shape = np.shape(inputs["x"] if "x" in inputs else inputs.get("rhs", inputs.get("v")))
@@ -179,6 +213,7 @@ class Problem:
         def both(inputs, cotangent):
             out, vjp = jax.vjp(lambda inputs: self.call(inputs, implementation), inputs)
             return out, vjp(cotangent)[0]
+
         return both
 
     def reference(self, rows):
@@ -191,8 +226,11 @@ class Problem:
 
             def place(x):
                 return jnp.asarray(x if own else np.asarray(x, np.float64))
-            inputs = {name: jax.tree.map(lambda x, row=name in ROWS: place(x[:, :rows] if row else x), value)
-                      for name, value in self.inputs.items()}
+
+            inputs = {
+                name: jax.tree.map(lambda x, row=name in ROWS: place(x[:, :rows] if row else x), value)
+                for name, value in self.inputs.items()
+            }
             cotangent = self.cotangent[:, :rows]
             out = jax.jit(self.program("reference", PASSES[1]))(inputs, place(cotangent))
             return jax.tree.map(lambda x: np.asarray(x, np.float64), out)
@@ -222,24 +260,30 @@ def peak_memory(compiled):
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None
-    return analysis.argument_size_in_bytes + analysis.output_size_in_bytes + analysis.temp_size_in_bytes - (
-        analysis.alias_size_in_bytes)
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - (analysis.alias_size_in_bytes)
+    )
 
 
 def prepare(problem, implementation, direction, expected):
     """Compiles one case and checks it; `failure` says why it cannot be timed."""
-    case = Case(problem.op, implementation, direction, problem.shape,
-                flops=count_flops(problem.op, problem.shape, direction))
+    case = Case(
+        problem.op, implementation, direction, problem.shape, flops=count_flops(problem.op, problem.shape, direction)
+    )
     inputs = jax.tree.map(jnp.asarray, problem.inputs)
     try:
         start = time.perf_counter()
-        compiled = jax.jit(problem.program(implementation, direction)).lower(
-            inputs, jnp.asarray(problem.cotangent)).compile()
+        compiled = (
+            jax.jit(problem.program(implementation, direction)).lower(inputs, jnp.asarray(problem.cotangent)).compile()
+        )
         case.compile_seconds = time.perf_counter() - start
         case.memory = peak_memory(compiled)
         # A cotangent of zero beyond the reference's rows: then later rows change no gradient either.
         checked = problem.cotangent.copy()
-        checked[:, expected[0].shape[1]:] = 0
+        checked[:, expected[0].shape[1] :] = 0
         case.error = worst_error(problem, jax.device_get(compiled(inputs, jnp.asarray(checked))), expected, direction)
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
         case.failure = (str(error) or type(error).__name__).splitlines()[0][:200]
@@ -332,11 +376,19 @@ def finish(cases):
 
 
 COLUMNS = (
-    ("op", "{}", "op"), ("implementation", "{}", "with"), ("dtype", "{}", "dtype"), ("length", "{}", "L"),
-    ("pass", "{}", "pass"), ("median_seconds", "{:.3f}", "ms"), ("spread", "{:.0%}", "spread"),
-    ("flops_per_second", "{:.1f}", "GFLOP/s"), ("share_of_matrix_product", "{:.0%}", "of matmul"),
-    ("ratio_to_attention", "{:.2f}", "/attention"), ("memory_bytes", "{:.1f}", "MiB"),
-    ("compile_seconds", "{:.1f}", "compile s"), ("error_over_limit", "{:.2f}", "error/limit"),
+    ("op", "{}", "op"),
+    ("implementation", "{}", "with"),
+    ("dtype", "{}", "dtype"),
+    ("length", "{}", "L"),
+    ("pass", "{}", "pass"),
+    ("median_seconds", "{:.3f}", "ms"),
+    ("spread", "{:.0%}", "spread"),
+    ("flops_per_second", "{:.1f}", "GFLOP/s"),
+    ("share_of_matrix_product", "{:.0%}", "of matmul"),
+    ("ratio_to_attention", "{:.2f}", "/attention"),
+    ("memory_bytes", "{:.1f}", "MiB"),
+    ("compile_seconds", "{:.1f}", "compile s"),
+    ("error_over_limit", "{:.2f}", "error/limit"),
 )
 UNITS = {"median_seconds": 1e3, "flops_per_second": 1e-9, "memory_bytes": 2**-20}
 
@@ -345,10 +397,18 @@ def table(records):
     """The records as text, aligned; a case without a time ends with the reason."""
     rows = [[title for _, _, title in COLUMNS]]
     for record in records:
-        rows.append(["-" if record[key] is None else pattern.format(
-            record[key] * UNITS[key] if key in UNITS else record[key]) for key, pattern, _ in COLUMNS])
+        rows.append(
+            [
+                "-"
+                if record[key] is None
+                else pattern.format(record[key] * UNITS[key] if key in UNITS else record[key])
+                for key, pattern, _ in COLUMNS
+            ]
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) if i < 5 else cell.rjust(width)
-                       for i, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) if i < 5 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
     failures = [""] + [record["failure"] for record in records]
     return "\n".join(line.rstrip() + (f"  {failure}" if failure else "") for line, failure in zip(lines, failures))

@@ -13,8 +13,10 @@ def known(flag, values, names):
     for value in values:
         if value not in names:
             close = difflib.get_close_matches(value, names, n=1)
-            raise UserError(f"unknown --{flag}={value}: " + (
-                f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}"))
+            raise UserError(
+                f"unknown --{flag}={value}: "
+                + (f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}")
+            )
     return list(dict.fromkeys(values))
 
 

@@ -48,6 +48,7 @@ def define_flags():
 
 def rows():
     """Every (family:size, length, topology), the most asked for first: whole pods, the ends of the table, the rest."""
+
     def all_of(sizes, lengths, topologies):
         return [(f"cubit:{size}", length, name) for name, size, length in itertools.product(topologies, sizes, lengths)]
 
@@ -74,9 +75,20 @@ def make(name, length, topology, tries):
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "plan.json"
         done = subprocess.run(
-            [sys.executable, "-m", "cubit_jax.plan", f"--config=configs/{family}.py:{size}",
-             f"--config.seq_len={length}", f"--topology={topology}", f"--tries={tries}", f"--json={output}"],
-            cwd=ROOT, capture_output=True, text=True)
+            [
+                sys.executable,
+                "-m",
+                "cubit_jax.plan",
+                f"--config=configs/{family}.py:{size}",
+                f"--config.seq_len={length}",
+                f"--topology={topology}",
+                f"--tries={tries}",
+                f"--json={output}",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         if output.exists():
             return row | {"seconds": round(time.monotonic() - start), "plan": json.loads(output.read_text())}
     return row | {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
@@ -113,11 +125,26 @@ def read(store):
 def write_table(known, path):
     """docs/plan.md, whose text before the table stays."""
     text = path.read_text().partition(_BEGIN)[0] if path.exists() else ""
-    titles = ["config", "topology", "L", "mesh", "state GiB", "peak GiB", "FLOPs a step", "ms at peak",
-              "MiB a device sends a step"]
+    titles = [
+        "config",
+        "topology",
+        "L",
+        "mesh",
+        "state GiB",
+        "peak GiB",
+        "FLOPs a step",
+        "ms at peak",
+        "MiB a device sends a step",
+    ]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    order = {key: i for i, key in enumerate(itertools.product(
-        (f"{chip}:{shape}" for chip, shapes in SLICES.items() for shape in shapes), SIZES, LENGTHS))}
+    order = {
+        key: i
+        for i, key in enumerate(
+            itertools.product(
+                (f"{chip}:{shape}" for chip, shapes in SLICES.items() for shape in shapes), SIZES, LENGTHS
+            )
+        )
+    }
 
     def place(row):
         return order.get((row["topology"], row["config"].partition(":")[2], row["seq_len"]), len(order))

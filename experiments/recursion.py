@@ -30,7 +30,8 @@ def define_flags():
     flags.DEFINE_list("recursions", ["0", "1", "2", "3", "4", "6", "8"], "Values of T.")
     flags.DEFINE_integer("energy_rows", 4, "Rows of the held-out part that energies are measured on.", lower_bound=1)
     flags.DEFINE_string(
-        "output", None, "Path without ending of the .json and .png files; default: recursion in --workdir.")
+        "output", None, "Path without ending of the .json and .png files; default: recursion in --workdir."
+    )
 
 
 def measure(folder, recursions, energy_rows):
@@ -42,15 +43,22 @@ def measure(folder, recursions, energy_rows):
     results = {}
     run = load_trained(folder)
     corpus = data.open_corpus(run.config.data, folder)
-    batch = next(iter(data.heldout_batches(
-        corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=energy_rows)))
+    batch = next(
+        iter(data.heldout_batches(corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=energy_rows))
+    )
     for steps in recursions:
         evaluation, checkpoint = evaluate.evaluate(folder, steps)
         before, after = mean_energies(run, steps, batch)
-        results[steps] = {"loss": evaluation.loss, "bits_per_byte": evaluation.bits_per_byte,
-                          "energy_before": before, "energy_after": after}
-        print(f"{steps:>3} {evaluation.loss:8.4f} {evaluation.bits_per_byte:10.4f} {before:14.4f} {after:13.4f}",
-              flush=True)
+        results[steps] = {
+            "loss": evaluation.loss,
+            "bits_per_byte": evaluation.bits_per_byte,
+            "energy_before": before,
+            "energy_after": after,
+        }
+        print(
+            f"{steps:>3} {evaluation.loss:8.4f} {evaluation.bits_per_byte:10.4f} {before:14.4f} {after:13.4f}",
+            flush=True,
+        )
     return results, checkpoint
 
 
@@ -59,12 +67,13 @@ def mean_energies(run, steps, batch):
     config = run.model.config
     model = LanguageModel(dataclasses.replace(config, options={**config.options, "num_recursions": steps}))
     with jax.set_mesh(partitioning.make_mesh({"data": 1}, jax.devices()[:1])):
-        apply = jax.jit(lambda params: model.apply({"params": params}, batch, method="loss",
-                                                   mutable=["diagnostics"]))
+        apply = jax.jit(lambda params: model.apply({"params": params}, batch, method="loss", mutable=["diagnostics"]))
         _, seen = apply(jax.device_get(run.params))
     leaves = jax.tree_util.tree_leaves_with_path(seen["diagnostics"])
-    energies = {name: np.concatenate([np.ravel(leaf) for path, leaf in leaves if path[-1].key == name])
-                for name in ("energy_before", "energy_after")}
+    energies = {
+        name: np.concatenate([np.ravel(leaf) for path, leaf in leaves if path[-1].key == name])
+        for name in ("energy_before", "energy_after")
+    }
     return float(energies["energy_before"].mean()), float(energies["energy_after"].mean())
 
 
@@ -97,8 +106,7 @@ def main():
     trained_with = load_trained(values.workdir).model.config.options.get("num_recursions", 1)
     results, checkpoint = measure(values.workdir, recursions, values.energy_rows)
     print(f"checkpoint {checkpoint} of {values.workdir}, trained with T={trained_with}")
-    record = {"results": results, "checkpoint": checkpoint, "trained_with": trained_with,
-              "environment": environment()}
+    record = {"results": results, "checkpoint": checkpoint, "trained_with": trained_with, "environment": environment()}
     output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
     plot(results, trained_with, output.with_suffix(".png"))
 

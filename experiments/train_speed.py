@@ -24,9 +24,11 @@ from cubit_jax.training import step as train_step
 from experiments.measure import spread, time_in_turns
 from experiments.options import output_path
 
-_CONFIGS = ("transformer.py:tiny deltaformer.py:tiny cubit.py:tiny cem.py:tiny cem.py:tiny,steps=2 "
-            "cem.py:tiny,mlp=gated cem.py:tiny,mlp=gated,steps=2 "
-            "cem.py:tiny,attention=attention cem.py:tiny,attention=attention,steps=2")
+_CONFIGS = (
+    "transformer.py:tiny deltaformer.py:tiny cubit.py:tiny cem.py:tiny cem.py:tiny,steps=2 "
+    "cem.py:tiny,mlp=gated cem.py:tiny,mlp=gated,steps=2 "
+    "cem.py:tiny,attention=attention cem.py:tiny,attention=attention,steps=2"
+)
 
 
 def define_flags():
@@ -55,14 +57,23 @@ class Run:
         self.tokens = shape[0] * shape[1]
         with jax.set_mesh(mesh):
             tokens = jax.random.randint(jax.random.key(0), shape, 0, config.model.vocab_size)
-            self._batch = partitioning.put_batch(mesh, jax.device_get({
-                "tokens": tokens, "targets": tokens, "segment_ids": jnp.ones_like(tokens),
-                "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
-                "weights": jnp.ones(shape)}))
+            self._batch = partitioning.put_batch(
+                mesh,
+                jax.device_get(
+                    {
+                        "tokens": tokens,
+                        "targets": tokens,
+                        "segment_ids": jnp.ones_like(tokens),
+                        "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
+                        "weights": jnp.ones(shape),
+                    }
+                ),
+            )
             _, shardings = train_step.state_shapes(model, config, mesh)
             self._state = train_step.make_state(model, config, shardings)
-            self._step = train_step.compile_train_step(model, config, self._state, shardings,
-                                                       self._batch["tokens"].sharding)
+            self._step = train_step.compile_train_step(
+                model, config, self._state, shardings, self._batch["tokens"].sharding
+            )
         self.parameters = count_parameters(self._state["params"])
 
     def step(self):
@@ -83,8 +94,13 @@ def table(results):
     speeds = {name: tokens / statistics.median(times) for name, (_, tokens, times) in results.items()}
     first = next(iter(speeds.values()))
     for name, (parameters, _, times) in results.items():
-        yield {"config": name, "parameters": parameters, "tokens_per_second": speeds[name],
-               "spread": spread(times), "of_first": speeds[name] / first}
+        yield {
+            "config": name,
+            "parameters": parameters,
+            "tokens_per_second": speeds[name],
+            "spread": spread(times),
+            "of_first": speeds[name] / first,
+        }
 
 
 def main():
@@ -94,8 +110,10 @@ def main():
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
     print(f"{'config':<32} {'parameters':>12} {'tokens/s':>9} {'spread':>7} {'of first':>9}")
     for r in records:
-        print(f"{r['config']:<32} {r['parameters']:>12,} {r['tokens_per_second']:>9,.0f} {r['spread']:>7.1%} "
-              f"{r['of_first']:>9.2f}")
+        print(
+            f"{r['config']:<32} {r['parameters']:>12,} {r['tokens_per_second']:>9,.0f} {r['spread']:>7.1%} "
+            f"{r['of_first']:>9.2f}"
+        )
     if output:
         output.write_text(json.dumps(records, indent=2) + "\n")
 

@@ -60,8 +60,19 @@ class BlockSizes:
         return cls(rows=rows, forward_warps=wide, adjoint_warps=4 if head_dim <= 64 else 8, query_warps=wide, stages=2)
 
 
-def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, window=None, scale=1.0, block_size=None,
-                 interpret=False):
+def kernel_solve(
+    query,
+    key,
+    rhs,
+    *,
+    ridge=None,
+    beta=None,
+    segment_ids=None,
+    window=None,
+    scale=1.0,
+    block_size=None,
+    interpret=False,
+):
     """Solves the causal system without storing its matrix; differentiable in every floating-point argument.
 
     Args:
@@ -94,12 +105,19 @@ def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, wi
     half = dtype != jnp.float32
     if head_dim > MAX_HEAD_DIM[half]:
         raise NotImplementedError(
-            f"the GPU kernel needs head_dim <= {MAX_HEAD_DIM[half]} for {dtype.name} inputs, not {head_dim=}")
+            f"the GPU kernel needs head_dim <= {MAX_HEAD_DIM[half]} for {dtype.name} inputs, not {head_dim=}"
+        )
     padded_dim = max(16, 1 << (head_dim - 1).bit_length())
     sizes = BlockSizes.choose(length, padded_dim, block_size)
     settings = Settings(
-        strict=beta is not None, segmented=segment_ids is not None, window=window, scale=float(scale), rows=sizes.rows,
-        half=half, interpret=interpret)
+        strict=beta is not None,
+        segmented=segment_ids is not None,
+        window=window,
+        scale=float(scale),
+        rows=sizes.rows,
+        half=half,
+        interpret=interpret,
+    )
 
     # Zeros beyond the last row change nothing above it (causality); zeros beyond the last feature change no product.
     rows_pad, dim_pad = -length % sizes.rows, padded_dim - head_dim
@@ -149,8 +167,16 @@ def _solve(query, key, rhs, coefficient, segment_ids, settings, sizes):
 def _solve_forward(query, key, rhs, coefficient, segment_ids, settings, sizes):
     first, _ = _tile_range(segment_ids, query.shape[0], query.shape[1], settings)
     u, lse = kernel_solve_gpu_forward.forward(
-        query, key, rhs, coefficient, segment_ids, first, settings=settings, warps=sizes.forward_warps,
-        stages=sizes.stages)
+        query,
+        key,
+        rhs,
+        coefficient,
+        segment_ids,
+        first,
+        settings=settings,
+        warps=sizes.forward_warps,
+        stages=sizes.stages,
+    )
     return u, (query, key, rhs, coefficient, segment_ids, u, lse)
 
 
@@ -158,8 +184,21 @@ def _solve_backward(settings, sizes, residuals, grad):
     query, key, rhs, coefficient, segment_ids, u, lse = residuals
     first, last = _tile_range(segment_ids, query.shape[0], query.shape[1], settings)
     dquery, dkey, y, dcoefficient = kernel_solve_gpu_backward.backward(
-        query, key, rhs, coefficient, segment_ids, first, last, u, lse, grad, settings=settings,
-        adjoint_warps=sizes.adjoint_warps, query_warps=sizes.query_warps, stages=sizes.stages)
+        query,
+        key,
+        rhs,
+        coefficient,
+        segment_ids,
+        first,
+        last,
+        u,
+        lse,
+        grad,
+        settings=settings,
+        adjoint_warps=sizes.adjoint_warps,
+        query_warps=sizes.query_warps,
+        stages=sizes.stages,
+    )
     if not settings.strict:
         dcoefficient = -jnp.sum(y * u, axis=(0, 1, 3))
     return dquery, dkey, y.astype(rhs.dtype), dcoefficient, None

@@ -37,8 +37,9 @@ def _in_units(x, settings):
     return half, jnp.sum(unit)
 
 
-def _adjoint_kernel(query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coefficient_ref, segment_ref, last_ref, _,
-                    *refs, settings):
+def _adjoint_kernel(
+    query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coefficient_ref, segment_ref, last_ref, _, *refs, settings
+):
     if settings.half:
         y_ref, delta_ref, dkey_ref, z_ref, unit_ref, counters_ref = refs
     else:
@@ -52,13 +53,20 @@ def _adjoint_kernel(query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coeff
     key = tiles.load_rows(key_ref, b, block, h, rows)
     column_segments = tiles.load_segments(segment_ref, b, block, settings)
     u, u_unit = _in_units(_seen_rows(tiles.load_rows(u_ref, b, block, h, rows), column_segments), settings)
-    unbias = 2.0 ** -settings.bias
+    unbias = 2.0**-settings.bias
 
     def weights(i):
         """(P^T of tile i [C columns, C rows] times 2^bias, query block i)."""
         query = tiles.load_rows(query_ref, b, i, h, rows)
-        mask = tiles.visible(i, block, tiles.load_segments(segment_ref, b, i, settings), column_segments, settings,
-                             diagonal=False, transposed=True)
+        mask = tiles.visible(
+            i,
+            block,
+            tiles.load_segments(segment_ref, b, i, settings),
+            column_segments,
+            settings,
+            diagonal=False,
+            transposed=True,
+        )
         return _weights(key, query, tiles.load_vector(lse_ref, b, i, h, rows)[None, :], mask, settings), query
 
     def load_z(i):
@@ -85,7 +93,8 @@ def _adjoint_kernel(query_ref, key_ref, u_ref, rhs_ref, grad_ref, lse_ref, coeff
 
     zeros = jnp.zeros((rows, head_dim), jnp.float32)
     (acc, dkey), seen = tiles.stream(
-        counters_ref, head, start, jnp.maximum(count - 1, start), tile, (zeros, zeros), block * 0)
+        counters_ref, head, start, jnp.maximum(count - 1, start), tile, (zeros, zeros), block * 0
+    )
 
     # Before waiting for the block below: its weights, and the inverse of the diagonal block. dkey leaves the registers,
     # which the inverse needs, and comes back from the cache after the block is published.
@@ -142,8 +151,23 @@ def _seen_rows(x, segments):
     return x if segments is None else jnp.where((segments != 0)[:, None], x, 0.0)
 
 
-def _query_kernel(query_ref, key_ref, u_ref, unit_ref, y_ref, delta_ref, lse_ref, coefficient_ref, segment_ref,
-                  first_ref, below_ref, dquery_ref, dkey_ref, *dbeta_ref, settings):
+def _query_kernel(
+    query_ref,
+    key_ref,
+    u_ref,
+    unit_ref,
+    y_ref,
+    delta_ref,
+    lse_ref,
+    coefficient_ref,
+    segment_ref,
+    first_ref,
+    below_ref,
+    dquery_ref,
+    dkey_ref,
+    *dbeta_ref,
+    settings,
+):
     batch_size, length, num_heads, head_dim = query_ref.shape
     rows, blocks = settings.rows, length // settings.rows
     block, head = blocks - 1 - pl.program_id(0) // (batch_size * num_heads), pl.program_id(0) % (batch_size * num_heads)
@@ -154,13 +178,14 @@ def _query_kernel(query_ref, key_ref, u_ref, unit_ref, y_ref, delta_ref, lse_ref
     delta = tiles.load_vector(delta_ref, b, block, h, rows)[:, None]
     y, y_unit = _in_units(_seen_rows(tiles.load_rows(y_ref, b, block, h, rows), row_segments), settings)
     beta = tiles.load_vector(coefficient_ref, b, block, h, rows)[:, None] if settings.strict else 1.0
-    unbias = 2.0 ** -settings.bias
+    unbias = 2.0**-settings.bias
 
     def gradients(j, diagonal):
         """(dS, P (dP / beta), key block) of tile (block, j)."""
         key = tiles.load_rows(key_ref, b, j, h, rows)
-        mask = tiles.visible(block, j, row_segments, tiles.load_segments(segment_ref, b, j, settings), settings,
-                             diagonal=diagonal)
+        mask = tiles.visible(
+            block, j, row_segments, tiles.load_segments(segment_ref, b, j, settings), settings, diagonal=diagonal
+        )
         p = _weights(query, key, lse, mask, settings)
         unit = unit_ref[b, h, j] if settings.half else 1.0
         dm = tiles.dot(y, tiles.load_rows(u_ref, b, j, h, rows), settings, (1, 1)) * (-y_unit * unit * unbias)
@@ -173,7 +198,8 @@ def _query_kernel(query_ref, key_ref, u_ref, unit_ref, y_ref, delta_ref, lse_ref
         return dquery + tiles.dot(*_for_dot(ds, key, settings), settings), total
 
     dquery, total = lax.fori_loop(
-        first_ref[b, block], block, tile, (jnp.zeros((rows, head_dim), jnp.float32), jnp.zeros((rows,), jnp.float32)))
+        first_ref[b, block], block, tile, (jnp.zeros((rows, head_dim), jnp.float32), jnp.zeros((rows,), jnp.float32))
+    )
     ds, pdm, key = gradients(block, True)
     if settings.strict:
         tiles.store_vector(dbeta_ref[0], b, block, h, rows, total + jnp.sum(pdm, axis=1))
@@ -191,8 +217,23 @@ def _query_kernel(query_ref, key_ref, u_ref, unit_ref, y_ref, delta_ref, lse_ref
     tiles.store_rows(dkey_ref, b, block, h, rows, dkey * settings.scale)
 
 
-def backward(query, key, rhs, coefficient, segment_ids, first, last, u, lse, grad, *, settings, adjoint_warps,
-             query_warps, stages):
+def backward(
+    query,
+    key,
+    rhs,
+    coefficient,
+    segment_ids,
+    first,
+    last,
+    u,
+    lse,
+    grad,
+    *,
+    settings,
+    adjoint_warps,
+    query_warps,
+    stages,
+):
     """Gradients of the padded system for the cotangent grad [B, L, H, K] float32 of u; arguments as in `forward`.
 
     last: [B, L / rows] int32, the last block with a row that sees any column of a block.
@@ -211,9 +252,16 @@ def backward(query, key, rhs, coefficient, segment_ids, first, last, u, lse, gra
     out.append((counters.shape, jnp.int32))
     grid = (blocks * batch_size * num_heads,)
     y, delta, below, *_ = tiles.call(
-        functools.partial(_adjoint_kernel, settings=settings), "kernel_solve_gpu_adjoint",
-        (query, key, u, rhs, grad, lse, coefficient, segment_ids, last, counters), out, grid,
-        settings=settings, warps=adjoint_warps, stages=stages, aliases={9: len(out) - 1})
+        functools.partial(_adjoint_kernel, settings=settings),
+        "kernel_solve_gpu_adjoint",
+        (query, key, u, rhs, grad, lse, coefficient, segment_ids, last, counters),
+        out,
+        grid,
+        settings=settings,
+        warps=adjoint_warps,
+        stages=stages,
+        aliases={9: len(out) - 1},
+    )
     operand, unit = u, lse  # lse: a dummy that the kernel does not read
     if settings.half:
         seen = jnp.where((segment_ids != 0)[:, :, None, None], u, 0.0) if settings.segmented else u
@@ -221,7 +269,13 @@ def backward(query, key, rhs, coefficient, segment_ids, first, last, u, lse, gra
         operand, unit = operand.reshape(full), jnp.swapaxes(unit[:, :, 0, :, 0], 1, 2)
     out = [(full, query.dtype), (full, key.dtype)] + [(vector, jnp.float32)] * settings.strict
     dquery, dkey, *dbeta = tiles.call(
-        functools.partial(_query_kernel, settings=settings), "kernel_solve_gpu_query",
-        (query, key, operand, unit, y, delta, lse, coefficient, segment_ids, first, below), out, grid,
-        settings=settings, warps=query_warps, stages=stages)
+        functools.partial(_query_kernel, settings=settings),
+        "kernel_solve_gpu_query",
+        (query, key, operand, unit, y, delta, lse, coefficient, segment_ids, first, below),
+        out,
+        grid,
+        settings=settings,
+        warps=query_warps,
+        stages=stages,
+    )
     return dquery, dkey, y, dbeta[0] if settings.strict else None

@@ -26,8 +26,9 @@ def _kernel(query_ref, key_ref, rhs_ref, coefficient_ref, segment_ref, first_ref
 
     def scores(j, diagonal):
         key = tiles.load_rows(key_ref, b, j, h, rows)
-        mask = tiles.visible(block, j, row_segments, tiles.load_segments(segment_ref, b, j, settings), settings,
-                             diagonal=diagonal)
+        mask = tiles.visible(
+            block, j, row_segments, tiles.load_segments(segment_ref, b, j, settings), settings, diagonal=diagonal
+        )
         return tiles.masked(mask, tiles.dot(query, key, settings, (1, 1)) * settings.score_scale, MASKED)
 
     def load_u(j, unit):
@@ -48,8 +49,12 @@ def _kernel(query_ref, key_ref, rhs_ref, coefficient_ref, segment_ref, first_ref
         return acc, new_top, total * shrink + jnp.sum(e, axis=1), new_unit
 
     one = (block * 0 + 1).astype(jnp.float32)  # not a constant, which the lowering does not take in a loop's state
-    carry = (jnp.zeros((rows, head_dim), jnp.float32), jnp.full((rows,), NOTHING_SEEN, jnp.float32),
-             jnp.zeros((rows,), jnp.float32), one)
+    carry = (
+        jnp.zeros((rows, head_dim), jnp.float32),
+        jnp.full((rows,), NOTHING_SEEN, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        one,
+    )
     last = jnp.maximum(block - 1, first)
     (acc, top, total, unit), seen = tiles.stream(counters_ref, head, first, last, tile, carry, block * 0)
 
@@ -119,11 +124,20 @@ def forward(query, key, rhs, coefficient, segment_ids, first, *, settings, warps
     counters = tiles.new_counters(batch_size * num_heads)
     out = [((batch_size, length, num_heads, head_dim), jnp.float32), ((batch_size, num_heads, length), jnp.float32)]
     if settings.half:
-        out += [((batch_size, length, num_heads, head_dim), jnp.float16),
-                ((batch_size, num_heads, blocks), jnp.float32)]
+        out += [
+            ((batch_size, length, num_heads, head_dim), jnp.float16),
+            ((batch_size, num_heads, blocks), jnp.float32),
+        ]
     out.append((counters.shape, jnp.int32))
     u, lse, *_ = tiles.call(
-        functools.partial(_kernel, settings=settings), "kernel_solve_gpu_forward",
-        (query, key, rhs, coefficient, segment_ids, first, counters), out, (blocks * batch_size * num_heads,),
-        settings=settings, warps=warps, stages=stages, aliases={6: len(out) - 1})
+        functools.partial(_kernel, settings=settings),
+        "kernel_solve_gpu_forward",
+        (query, key, rhs, coefficient, segment_ids, first, counters),
+        out,
+        (blocks * batch_size * num_heads,),
+        settings=settings,
+        warps=warps,
+        stages=stages,
+        aliases={6: len(out) - 1},
+    )
     return u, lse

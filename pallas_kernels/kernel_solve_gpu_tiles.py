@@ -160,7 +160,8 @@ def unit_lower_inverse(n, settings):
 
     def merge(level, x):
         between = ((block_row >> level) != (block_column >> level)) & (
-            (block_row >> (level + 1)) == (block_column >> (level + 1)))
+            (block_row >> (level + 1)) == (block_column >> (level + 1))
+        )
         product = dot(jnp.where(between, n, 0.0), x, settings)
         return x - dot(x, product, settings)
 
@@ -187,8 +188,7 @@ def wait_for(counters_ref, head, count, seen):
 
     atomic_max with 0 reads with acquire order: loads after it see what was stored before the counter was raised.
     """
-    return lax.while_loop(
-        lambda n: n < count, lambda n: plt.atomic_max(counters_ref, _counter(head), n * 0), seen)
+    return lax.while_loop(lambda n: n < count, lambda n: plt.atomic_max(counters_ref, _counter(head), n * 0), seen)
 
 
 def publish(counters_ref, head, count, settings):
@@ -209,6 +209,7 @@ def stream(counters_ref, head, start, stop, tile, carry, seen):
     Published blocks run in a plain loop, which the compiler pipelines; only reaching the end of them polls.
     Returns (carry, published blocks seen).
     """
+
     def more(state):
         t, seen, carry = state
         seen = wait_for(counters_ref, head, t + 1, seen)

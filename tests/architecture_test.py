@@ -63,7 +63,8 @@ def test_imports_go_one_way(path):
     for name in _imports(path):
         level = _level(name)
         assert level is None or level < _level(module) or _room(name) == _room(module), (
-            f"{module} must not import {name}")
+            f"{module} must not import {name}"
+        )
         if module.startswith("cubit_jax.ops"):
             assert not name.startswith(("flax", "ml_collections")), f"{module} must not import {name}"
         if module.startswith("cubit_jax"):

@@ -50,27 +50,34 @@ def run(*flags):
             print(value.seq_len, value.model.mixers, value.model.options.get("lrr"), value.data.path)
         cli.run(main, required=["config"])
     """)
-    return subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
+    return subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_fields_are_overridden_by_name():
-    result = run("--config=configs/cubit.py:tiny", "--config.seq_len=8192", "--config.data.path=a*.txt",
-                 '--config.model.mixers=("cubit","attention")', "--config.model.options.lrr=False")
+    result = run(
+        "--config=configs/cubit.py:tiny",
+        "--config.seq_len=8192",
+        "--config.data.path=a*.txt",
+        '--config.model.mixers=("cubit","attention")',
+        "--config.model.options.lrr=False",
+    )
     assert (result.returncode, result.stdout.strip()) == (0, "8192 ('cubit', 'attention') False a*.txt")
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--config=configs/cubit.py:tiny", "--config.num_stepz=3"], ["num_stepz", "num_steps"]),
-    (["--config=configs/cubit.py:tiny", "--config.optimizer.learning_rat=3"], ["learning_rat", "learning_rate"]),
-    (["--config=configs/cubit.py:tiny", "--config.qqqq=3"], ["qqqq", "configs/base.py"]),
-    (["--config=configs/cubit.py:tiny", "--config.num_steps=many"], ["num_steps", "many"]),
-    (["--config=configs/cubit.py:tiny", "--workdri=x"], ["workdri"]),
-    (["--config=configs/cubit.py:tiny", "stray"], ["stray", "--"]),
-    (["--config=configs/cubit.py:huge"], ["huge", "tiny, 125m, 350m, 1p3b"]),
-    (["--config=configs/none.py:tiny"], ["configs/none.py", "no such file"]),
-    ([], ["--config is missing"]),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--config=configs/cubit.py:tiny", "--config.num_stepz=3"], ["num_stepz", "num_steps"]),
+        (["--config=configs/cubit.py:tiny", "--config.optimizer.learning_rat=3"], ["learning_rat", "learning_rate"]),
+        (["--config=configs/cubit.py:tiny", "--config.qqqq=3"], ["qqqq", "configs/base.py"]),
+        (["--config=configs/cubit.py:tiny", "--config.num_steps=many"], ["num_steps", "many"]),
+        (["--config=configs/cubit.py:tiny", "--workdri=x"], ["workdri"]),
+        (["--config=configs/cubit.py:tiny", "stray"], ["stray", "--"]),
+        (["--config=configs/cubit.py:huge"], ["huge", "tiny, 125m, 350m, 1p3b"]),
+        (["--config=configs/none.py:tiny"], ["configs/none.py", "no such file"]),
+        ([], ["--config is missing"]),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_code_1(flags, words):
     result = run(*flags)
     assert result.returncode == 1

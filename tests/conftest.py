@@ -70,9 +70,13 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def quick_programs(tmp_path_factory):
     """Environment of programs that compile fast, and what one of them has compiled not again."""
-    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    return {
+        **os.environ,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 @pytest.fixture(scope="session")
@@ -85,4 +89,5 @@ def last_state():
     def read(config, workdir):
         model_config, mesh = train_step.check(config)
         return Checkpoints(workdir).restore(train_step.state_shapes(LanguageModel(model_config), config, mesh)[0])[0]
+
     return read

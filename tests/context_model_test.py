@@ -14,8 +14,10 @@ from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.training import step as train_step
 
 # The cases of a family share what one device computes, and so a worker.
-FAMILIES = [pytest.param(name, marks=pytest.mark.xdist_group(f"context_{name}"))
-            for name in ("transformer", "deltaformer", "cubit", "cem")]
+FAMILIES = [
+    pytest.param(name, marks=pytest.mark.xdist_group(f"context_{name}"))
+    for name in ("transformer", "deltaformer", "cubit", "cem")
+]
 LENGTH = 192  # no other dimension of these models is a multiple or a part of it
 
 
@@ -27,27 +29,34 @@ def _batch():
     end = LENGTH - 10 * (np.arange(8)[:, None] % 3)
     segments = np.where(index < second, 1, 2) * (index < end)
     batch = {
-        "tokens": random.integers(0, 304, (8, LENGTH)), "targets": random.integers(0, 304, (8, LENGTH)),
-        "segment_ids": segments, "positions": np.where(index < second, index, index - second)}
+        "tokens": random.integers(0, 304, (8, LENGTH)),
+        "targets": random.integers(0, 304, (8, LENGTH)),
+        "segment_ids": segments,
+        "positions": np.where(index < second, index, index - second),
+    }
     return {name: array.astype(np.int32) for name, array in batch.items()} | {
-        "weights": ((segments != 0) * (1 + 0.1 * np.arange(8)[:, None])).astype(np.float32)}
+        "weights": ((segments != 0) * (1 + 0.1 * np.arange(8)[:, None])).astype(np.float32)
+    }
 
 
 def _model(micro_config, family, num_heads=8):
-    config = micro_config(family, **{"model.num_heads": num_heads, "model.head_dim": 4, "model.vocab_size": 304,
-                                     "seq_len": LENGTH})
+    config = micro_config(
+        family, **{"model.num_heads": num_heads, "model.head_dim": 4, "model.vocab_size": 304, "seq_len": LENGTH}
+    )
     return LanguageModel(ModelConfig.from_config(config))
 
 
 def _loss_and_gradients(model, params, sizes=None):
     """On one device, or compiled for a mesh of these sizes; and the compiled program."""
+
     def loss(params, batch):
         nll, weight = model.apply({"params": params}, batch, method="loss")
         return nll / weight
 
     sizes = sizes or {}
-    mesh = partitioning.make_mesh({**dict.fromkeys(partitioning.AXES, 1), **sizes},
-                                  jax.devices()[: math.prod(sizes.values())])
+    mesh = partitioning.make_mesh(
+        {**dict.fromkeys(partitioning.AXES, 1), **sizes}, jax.devices()[: math.prod(sizes.values())]
+    )
     with jax.set_mesh(mesh):
         partitioning.check(mesh, batch_size=8, accumulation_steps=1, model=model.config)
         shardings = partitioning.state_shardings(mesh, {"params": params})["params"]
@@ -81,11 +90,19 @@ def _activation_gathers(program):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sizes, num_heads", [
-    ({"data": 8}, 8), ({"fsdp": 8}, 8), ({"tensor": 8}, 8), ({"context": 8}, 8),
-    ({"context": 8}, 2),  # four devices share the rows of a head
-    ({"data": 2, "tensor": 2, "context": 2}, 8), ({"fsdp": 2, "tensor": 2, "context": 2}, 2),
-], ids=str)
+@pytest.mark.parametrize(
+    "sizes, num_heads",
+    [
+        ({"data": 8}, 8),
+        ({"fsdp": 8}, 8),
+        ({"tensor": 8}, 8),
+        ({"context": 8}, 8),
+        ({"context": 8}, 2),  # four devices share the rows of a head
+        ({"data": 2, "tensor": 2, "context": 2}, 8),
+        ({"fsdp": 2, "tensor": 2, "context": 2}, 2),
+    ],
+    ids=str,
+)
 def test_loss_and_gradients_are_those_of_one_device(family, sizes, num_heads, one_device, error):  # H09
     model, params, loss, gradients = one_device(family, num_heads)
     actual_loss, actual, program = _loss_and_gradients(model, params, sizes)
@@ -97,8 +114,16 @@ def test_loss_and_gradients_are_those_of_one_device(family, sizes, num_heads, on
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_large_parameters_and_moments_are_sharded(family, micro_config):  # H09
-    config = micro_config(family, **{"model.model_dim": 512, "model.num_heads": 8, "model.head_dim": 64,
-                                     "model.mlp_dim": 1024, "model.vocab_size": 8192})
+    config = micro_config(
+        family,
+        **{
+            "model.model_dim": 512,
+            "model.num_heads": 8,
+            "model.head_dim": 64,
+            "model.mlp_dim": 1024,
+            "model.vocab_size": 8192,
+        },
+    )
     model = LanguageModel(ModelConfig.from_config(config))
     mesh = partitioning.make_mesh({"fsdp": 4, "tensor": 2})
     state = jax.eval_shape(lambda: train_step.init_state(model, config))

@@ -16,8 +16,20 @@ pytestmark = pytest.mark.xdist_group("evaluate")  # they share compiled steps
 
 @pytest.fixture(scope="module")
 def model():
-    return LanguageModel(ModelConfig(vocab_size=VOCAB, num_layers=1, model_dim=16, num_heads=2, head_dim=8, mlp_dim=16,
-                                     seq_len=LENGTH, mixers=("cubit",), dropout=0.5, implementation="reference"))
+    return LanguageModel(
+        ModelConfig(
+            vocab_size=VOCAB,
+            num_layers=1,
+            model_dim=16,
+            num_heads=2,
+            head_dim=8,
+            mlp_dim=16,
+            seq_len=LENGTH,
+            mixers=("cubit",),
+            dropout=0.5,
+            implementation="reference",
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +43,18 @@ def rows():
     rng = np.random.default_rng(0)
     real = np.arange(LENGTH) < np.array([24, 3, 1, 17, 24, 9, 2])[:, None]
     tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
-    return {"tokens": tokens[:, :-1] * real, "targets": tokens[:, 1:] * real, "weights": real.astype(np.float32),
-            "segment_ids": real.astype(np.int32), "positions": np.arange(LENGTH, dtype=np.int32) * real}
+    return {
+        "tokens": tokens[:, :-1] * real,
+        "targets": tokens[:, 1:] * real,
+        "weights": real.astype(np.float32),
+        "segment_ids": real.astype(np.int32),
+        "positions": np.arange(LENGTH, dtype=np.int32) * real,
+    }
 
 
 def batches(rows, size):
     for start in range(0, ROWS, size):
-        part = {name: array[start:start + size] for name, array in rows.items()}
+        part = {name: array[start : start + size] for name, array in rows.items()}
         yield {name: np.pad(array, [(0, size - len(array)), (0, 0)]) for name, array in part.items()}
 
 

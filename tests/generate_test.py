@@ -16,8 +16,16 @@ pytestmark = pytest.mark.xdist_group("generate")  # they share a model and compi
 @pytest.fixture(scope="module")
 def trained():
     """A model with every mixer, its parameters, and a batch of prompts."""
-    config = ModelConfig(vocab_size=VOCAB, num_layers=len(MIXERS), model_dim=16, num_heads=2, head_dim=8, mlp_dim=16,
-                         seq_len=32, mixers=tuple(MIXERS))
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_layers=len(MIXERS),
+        model_dim=16,
+        num_heads=2,
+        head_dim=8,
+        mlp_dim=16,
+        seq_len=32,
+        mixers=tuple(MIXERS),
+    )
     model = LanguageModel(config)
     params = jax.jit(model.init)(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))["params"]
     # Sharper logits: the differences between the two ways to compute them then change no token.
@@ -32,11 +40,11 @@ def greedy(trained):
     model, params, tokens = trained
     forward = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
     rows = np.zeros((3, max(LENGTHS) + NEW), np.int32)
-    rows[:, :max(LENGTHS)] = tokens
+    rows[:, : max(LENGTHS)] = tokens
     for step in range(NEW):
         place = np.array(LENGTHS) + step
         rows[np.arange(3), place] = np.argmax(forward(jnp.asarray(rows))[np.arange(3), place - 1], -1)
-    return np.stack([row[length:length + NEW] for row, length in zip(rows, LENGTHS)])
+    return np.stack([row[length : length + NEW] for row, length in zip(rows, LENGTHS)])
 
 
 def generate(trained, **options):
@@ -107,16 +115,26 @@ def test_text_is_the_decoded_continuation(trained):
     texts = generate_text(model, params, Letters(), prompts, max_new_tokens=NEW)
     ids = [[0, *Letters().encode(prompt)] for prompt in prompts]
     tokens = [row + [0] * (12 - len(row)) for row in ids]
-    new, counts = generate_tokens(model, params, tokens, [len(row) for row in ids], max_new_tokens=NEW, end_id=0,
-                                  vocab_size=27)
+    new, counts = generate_tokens(
+        model, params, tokens, [len(row) for row in ids], max_new_tokens=NEW, end_id=0, vocab_size=27
+    )
     expected = ["".join(Letters.letters[i] for i in row[:count]) for row, count in zip(new, counts)]
     assert texts == [expected[0].removeprefix(" "), *expected[1:]]
     assert any(texts)
 
 
-@pytest.mark.parametrize("top_k, top_p, kept", [
-    (2, 1.0, [3, 0]), (4, 0.5, [3]), (4, 0.51, [3, 0]), (4, 0.85, [3, 0, 2]), (4, 1.0, [3, 0, 2, 1]),
-    (2, 0.85, [3, 0]), (1, 0.01, [3])])
+@pytest.mark.parametrize(
+    "top_k, top_p, kept",
+    [
+        (2, 1.0, [3, 0]),
+        (4, 0.5, [3]),
+        (4, 0.51, [3, 0]),
+        (4, 0.85, [3, 0, 2]),
+        (4, 1.0, [3, 0, 2, 1]),
+        (2, 0.85, [3, 0]),
+        (1, 0.01, [3]),
+    ],
+)
 def test_restrictions_keep_the_likely_tokens(top_k, top_p, kept):
     probabilities = np.array([0.3, 0.04, 0.16, 0.5])
     rows = 4000
@@ -127,10 +145,17 @@ def test_restrictions_keep_the_likely_tokens(top_k, top_p, kept):
     assert set(np.flatnonzero(drawn)) == set(kept)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"), ({"temperature": -1.0}, "temperature=-1.0 must"),
-    ({"temperature": 1e-38}, "temperature=1e-38 must"), ({"temperature": float("nan")}, "temperature=nan must"),
-    ({"top_k": 0}, "top_k=0 must be at least 1"), ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"temperature": -1.0}, "temperature=-1.0 must"),
+        ({"temperature": 1e-38}, "temperature=1e-38 must"),
+        ({"temperature": float("nan")}, "temperature=nan must"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+    ],
+)
 def test_bad_arguments(trained, options, message):
     with pytest.raises(ValueError, match=message):
         generate(trained, **options)

@@ -15,8 +15,16 @@ SPLITS = (1, BLOCK - 1, BLOCK, BLOCK + 1, LENGTH - 1)
 
 
 def make_config(mixers, **overrides):
-    fields = {"vocab_size": 61, "num_layers": 3, "model_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16,
-              "seq_len": LENGTH, "mixers": mixers} | overrides
+    fields = {
+        "vocab_size": 61,
+        "num_layers": 3,
+        "model_dim": 16,
+        "num_heads": 2,
+        "head_dim": 8,
+        "mlp_dim": 16,
+        "seq_len": LENGTH,
+        "mixers": mixers,
+    } | overrides
     return ModelConfig(**fields)
 
 
@@ -44,7 +52,8 @@ def test_prefill_then_token_by_token(mixer, error):  # H13
     cache = init_cache(config, len(SPLITS), LENGTH)
     prompt = prefix(SPLITS, LENGTH)
     logits, cache = jax.jit(lambda cache: model.apply(params, tokens, segment_ids=prompt, cache=cache, prefill=True))(
-        cache)
+        cache
+    )
     real = np.asarray(prompt)[..., None]
     assert error(np.asarray(logits) * real, full * real) <= 1e-4
     np.testing.assert_array_equal(cache["length"], SPLITS)
@@ -59,8 +68,8 @@ def test_prefill_then_token_by_token(mixer, error):  # H13
     _, steps = jax.jit(lambda cache: jax.lax.scan(step, cache, length=LENGTH - 1))(cache)
     places, logits = jax.device_get(steps)
     for row, split in enumerate(SPLITS):
-        np.testing.assert_array_equal(places[:LENGTH - split, row, 0], np.arange(split, LENGTH))
-        assert error(logits[:LENGTH - split, row, 0], full[row, split:]) <= 1e-4
+        np.testing.assert_array_equal(places[: LENGTH - split, row, 0], np.arange(split, LENGTH))
+        assert error(logits[: LENGTH - split, row, 0], full[row, split:]) <= 1e-4
 
 
 def test_three_uneven_pieces_of_unequal_rows(error):  # H13
@@ -82,10 +91,17 @@ def test_three_uneven_pieces_of_unequal_rows(error):  # H13
         assert error(np.concatenate([part[row] for part in parts]), full[row]) <= 1e-4
 
 
-@pytest.mark.parametrize("mixer, options", [
-    ("cubit", {"reference": "shared"}), ("cubit", {"lrr": False}), ("deltaformer", {"projection": "shared"}),
-    ("attention", {}), ("cem", {"interaction": "lowrank", "num_recursions": 2}),
-    ("cem", {"interaction": "diagonal", "num_recursions": 2, "preconditioner": "diagonal_lowrank"})])
+@pytest.mark.parametrize(
+    "mixer, options",
+    [
+        ("cubit", {"reference": "shared"}),
+        ("cubit", {"lrr": False}),
+        ("deltaformer", {"projection": "shared"}),
+        ("attention", {}),
+        ("cem", {"interaction": "lowrank", "num_recursions": 2}),
+        ("cem", {"interaction": "diagonal", "num_recursions": 2, "preconditioner": "diagonal_lowrank"}),
+    ],
+)
 def test_options_and_window(mixer, options, error):
     config, model, params = make((mixer,), options=options, window=4, scan_layers=False, num_layers=1)
     tokens = tokens_of(2, 12)
@@ -109,7 +125,8 @@ def test_next_logits_are_those_of_the_last_real_token(error):
     tokens, counts = tokens_of(3, 20), [1, 20, 7]
     full = np.asarray(jax.jit(model.apply)(params, tokens))
     logits, cache = jax.jit(functools.partial(model.apply, method="next_logits", prefill=True))(
-        params, tokens, segment_ids=prefix(counts, 20), cache=init_cache(config, 3, 20))
+        params, tokens, segment_ids=prefix(counts, 20), cache=init_cache(config, 3, 20)
+    )
     assert error(logits, full[np.arange(3), np.array(counts) - 1]) <= 1e-4
     np.testing.assert_array_equal(cache["length"], counts)
 
@@ -118,6 +135,9 @@ def test_cache_arrays():
     config = make_config(("cubit",), dtype="bfloat16")
     cache = init_cache(config, 2, 5)
     shapes = {name: (array.shape, array.dtype.name) for name, array in cache["layers"]["block_0"].items()}
-    assert shapes == {"k": ((3, 2, 5, 2, 8), "bfloat16"), "rn": ((3, 2, 5, 2, 8), "bfloat16"),
-                      "u": ((3, 2, 5, 2, 8), "float32")}
+    assert shapes == {
+        "k": ((3, 2, 5, 2, 8), "bfloat16"),
+        "rn": ((3, 2, 5, 2, 8), "bfloat16"),
+        "u": ((3, 2, 5, 2, 8), "float32"),
+    }
     np.testing.assert_array_equal(cache["length"], [0, 0])

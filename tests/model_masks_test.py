@@ -12,13 +12,25 @@ from cubit_jax.model import LanguageModel, ModelConfig
 
 LENGTH, FIRST = 44, 17
 GROUPS = {mixer: pytest.mark.xdist_group(f"masks_{mixer}") for mixer in MIXERS}  # they share compiled functions
-BACKENDS = [pytest.param(mixer, implementation, marks=group)
-            for mixer, group in GROUPS.items() for implementation in ("reference", "xla")]
+BACKENDS = [
+    pytest.param(mixer, implementation, marks=group)
+    for mixer, group in GROUPS.items()
+    for implementation in ("reference", "xla")
+]
 
 
 def make_config(mixer, implementation, vocab_size=31):
-    return ModelConfig(vocab_size=vocab_size, num_layers=2, model_dim=16, num_heads=2, head_dim=8, mlp_dim=16,
-                       seq_len=LENGTH, mixers=(mixer,), implementation=implementation)
+    return ModelConfig(
+        vocab_size=vocab_size,
+        num_layers=2,
+        model_dim=16,
+        num_heads=2,
+        head_dim=8,
+        mlp_dim=16,
+        seq_len=LENGTH,
+        mixers=(mixer,),
+        implementation=implementation,
+    )
 
 
 @functools.cache
@@ -76,8 +88,9 @@ def test_packed_documents_do_not_leak(mixer, implementation, error):  # H10
     rest = LENGTH - FIRST
     alone = np.pad(tokens[:, FIRST:], [(0, 0), (0, FIRST)])
     real = np.broadcast_to(column < rest, (2, LENGTH))
-    alone_logits, alone_gradient = run(alone, real.astype(np.int32), column * np.ones((2, 1), np.int32),
-                                       real.astype(np.float32))
+    alone_logits, alone_gradient = run(
+        alone, real.astype(np.int32), column * np.ones((2, 1), np.int32), real.astype(np.float32)
+    )
     assert error(logits[:, FIRST:], alone_logits[:, :rest]) <= 1e-5
     assert_close(gradient, alone_gradient, 1e-4, error)
     # Without the ids the second document does read the first: the comparison above is not void.
@@ -98,29 +111,37 @@ def test_padding_on_either_side_and_rows_of_padding(mixer, implementation, error
 
     def row(name):
         pads = layouts[name]
-        return (np.pad(content, pads, constant_values=3), np.pad(pattern, pads), np.pad(positions, pads),
-                np.pad(np.ones(len(pattern)), pads))
+        return (
+            np.pad(content, pads, constant_values=3),
+            np.pad(pattern, pads),
+            np.pad(positions, pads),
+            np.pad(np.ones(len(pattern)), pads),
+        )
 
     dead = (column * 0 + 7, column * 0, column, column * 0.0)
 
     def batch(*rows):
         tokens, segment_ids, positions, weights = map(np.stack, zip(*rows))
-        return run(tokens.astype(np.int32), segment_ids.astype(np.int32), positions.astype(np.int32),
-                   weights.astype(np.float32))
+        return run(
+            tokens.astype(np.int32),
+            segment_ids.astype(np.int32),
+            positions.astype(np.int32),
+            weights.astype(np.float32),
+        )
 
     logits, gradient = batch(row("right"), dead)
-    real = logits[0, :len(pattern)]
+    real = logits[0, : len(pattern)]
     for name in ("left", "middle"):
         moved, moved_gradient = batch(row(name), dead)
         start = layouts[name][0]
-        assert error(moved[0, start:start + len(pattern)], real) <= 1e-5
+        assert error(moved[0, start : start + len(pattern)], real) <= 1e-5
         assert_close(moved_gradient, gradient, 1e-4, error)
     # Each segment alone, first in a row without anything else.
     starts = np.cumsum([0, 1, 9, 1])
     for start, size in zip(starts[1::2], (9, 6)):
-        tokens = np.pad(content[start:start + size], (0, LENGTH - size), constant_values=11)
+        tokens = np.pad(content[start : start + size], (0, LENGTH - size), constant_values=11)
         alone, _ = batch((tokens, (column < size) * 1, column, column * 0.0), dead)
-        assert error(alone[0, :size], real[start:start + size]) <= 1e-5
+        assert error(alone[0, :size], real[start : start + size]) <= 1e-5
     # A row of nothing but padding adds nothing.
     _, twice = batch(row("right"), row("right"))
     assert_close(jax.tree.map(lambda leaf: 2 * leaf, gradient), twice, 1e-5, error)
@@ -133,7 +154,7 @@ def test_prefixes_do_not_depend_on_suffixes(mixer, error):  # H12
     rng = np.random.default_rng(0)
     tokens = np.tile(rng.permutation(256)[:length], (1 + len(prefixes), 1))
     for row, prefix in enumerate(prefixes, 1):
-        tokens[row, prefix:] = rng.permutation(256)[:length - prefix]
+        tokens[row, prefix:] = rng.permutation(256)[: length - prefix]
     logits = np.asarray(jax.jit(model.apply)({"params": parameters(mixer, 256)}, jnp.asarray(tokens)))
     for row, prefix in enumerate(prefixes, 1):
         assert error(logits[row, :prefix], logits[0, :prefix]) <= 1e-5
@@ -152,6 +173,7 @@ def test_gradient_of_an_output_stops_at_its_position(mixer):  # H12
         def output(table):
             logits = model.apply({"params": {**params, "embed": {"embedding": table}}}, tokens)
             return jnp.sum(jnp.sin(logits[0, position]))
+
         return jax.grad(output)(params["embed"]["embedding"])
 
     for position in (0, 31, 64, 99):

@@ -23,8 +23,17 @@ from cubit_jax.model import (
     unstack_layers,
 )
 
-SMALL = ModelConfig(vocab_size=31, num_layers=2, model_dim=16, num_heads=2, head_dim=8, mlp_dim=16, seq_len=20,
-                    mixers=("cubit",), implementation="reference")
+SMALL = ModelConfig(
+    vocab_size=31,
+    num_layers=2,
+    model_dim=16,
+    num_heads=2,
+    head_dim=8,
+    mlp_dim=16,
+    seq_len=20,
+    mixers=("cubit",),
+    implementation="reference",
+)
 
 
 def small(**changes):
@@ -43,9 +52,14 @@ def shapes_of(config):
 def random_batch(config, rows=2, length=20):
     tokens, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, rows, length)).astype(np.int32)
     weights = np.ones((rows, length), np.float32)
-    weights[-1, length // 2:] = 0
-    return {"tokens": tokens, "targets": targets, "weights": weights, "segment_ids": weights.astype(np.int32),
-            "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)}
+    weights[-1, length // 2 :] = 0
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "weights": weights,
+        "segment_ids": weights.astype(np.int32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
+    }
 
 
 def full_batch(config, rows, length):
@@ -63,14 +77,20 @@ def compiled_loss(config):
     @jax.jit
     @jax.value_and_grad
     def loss(params, batch, key):
-        return LanguageModel(config).apply({"params": params}, batch, deterministic=key is None, method="loss",
-                                           rngs={} if key is None else {"dropout": key})[0]
+        return LanguageModel(config).apply(
+            {"params": params},
+            batch,
+            deterministic=key is None,
+            method="loss",
+            rngs={} if key is None else {"dropout": key},
+        )[0]
 
     return loss
 
 
 def llama_parameters(weights, num_layers, num_heads):
     """Our tree of the weights of a Hugging Face Llama, whose matrices are [out, in]."""
+
     def matrix(name):
         return weights[f"{name}.weight"].T
 
@@ -84,29 +104,42 @@ def llama_parameters(weights, num_layers, num_heads):
         o_proj = matrix(f"{prefix}.self_attn.o_proj")
         return {
             "mixer_norm": {"scale": weights[f"{prefix}.input_layernorm.weight"]},
-            "mixer": {**{name: heads(name) for name in ("q_proj", "k_proj", "v_proj")},
-                      "o_proj": {"kernel": o_proj.reshape(num_heads, -1, o_proj.shape[1])}},
+            "mixer": {
+                **{name: heads(name) for name in ("q_proj", "k_proj", "v_proj")},
+                "o_proj": {"kernel": o_proj.reshape(num_heads, -1, o_proj.shape[1])},
+            },
             "mlp_norm": {"scale": weights[f"{prefix}.post_attention_layernorm.weight"]},
             "mlp": {name: {"kernel": matrix(f"{prefix}.mlp.{name}")} for name in ("gate_proj", "up_proj", "down_proj")},
         }
 
-    return {"embed": {"embedding": weights["model.embed_tokens.weight"]},
-            "final_norm": {"scale": weights["model.norm.weight"]}, "lm_head": {"kernel": matrix("lm_head")},
-            **{f"layer_{i}": layer(i) for i in range(num_layers)}}
+    return {
+        "embed": {"embedding": weights["model.embed_tokens.weight"]},
+        "final_norm": {"scale": weights["model.norm.weight"]},
+        "lm_head": {"kernel": matrix("lm_head")},
+        **{f"layer_{i}": layer(i) for i in range(num_layers)},
+    }
 
 
-@pytest.mark.parametrize("dtype, implementation, limit", [
-    ("float32", "xla", 1e-4), ("float32", "reference", 1e-4),
-    ("float64", "xla", 1e-6)])  # the other implementation computes norms and rotary angles in float32
+@pytest.mark.parametrize(
+    "dtype, implementation, limit", [("float32", "xla", 1e-4), ("float32", "reference", 1e-4), ("float64", "xla", 1e-6)]
+)  # the other implementation computes norms and rotary angles in float32
 def test_transformer_is_llama(dtype, implementation, limit, golden, error):
     case = golden("llama_logits")
     size = {name.removeprefix("config_"): value for name, value in case.items() if name.startswith("config_")}
     config = ModelConfig(
-        vocab_size=int(size["vocab_size"]), num_layers=int(size["num_hidden_layers"]),
-        model_dim=int(size["hidden_size"]), num_heads=int(size["num_attention_heads"]),
-        head_dim=int(size["hidden_size"]) // int(size["num_attention_heads"]), mlp_dim=int(size["intermediate_size"]),
-        seq_len=case["tokens"].shape[1], norm_eps=float(size["rms_norm_eps"]), rope_theta=float(size["rope_theta"]),
-        dtype=dtype, param_dtype=dtype, implementation=implementation)
+        vocab_size=int(size["vocab_size"]),
+        num_layers=int(size["num_hidden_layers"]),
+        model_dim=int(size["hidden_size"]),
+        num_heads=int(size["num_attention_heads"]),
+        head_dim=int(size["hidden_size"]) // int(size["num_attention_heads"]),
+        mlp_dim=int(size["intermediate_size"]),
+        seq_len=case["tokens"].shape[1],
+        norm_eps=float(size["rms_norm_eps"]),
+        rope_theta=float(size["rope_theta"]),
+        dtype=dtype,
+        param_dtype=dtype,
+        implementation=implementation,
+    )
     weights = {name.removeprefix("hf_"): value for name, value in case.items() if name.startswith("hf_")}
     with jax.enable_x64(dtype == "float64"):
         params = stack_layers(llama_parameters(weights, config.num_layers, config.num_heads), config)
@@ -123,15 +156,24 @@ def test_parameter_count_is_the_closed_form(family, size):
     params = shapes_of(config)
     layers, width, heads, head_dim, mlp = base.SIZES[size]
     square = width * heads * head_dim
-    mixer = {"transformer": 4 * square, "deltaformer": 5 * square + width * heads + heads,
-             "cubit": 5 * square + width * heads + 4 * heads}[family]
+    mixer = {
+        "transformer": 4 * square,
+        "deltaformer": 5 * square + width * heads + heads,
+        "cubit": 5 * square + width * heads + 4 * heads,
+    }[family]
     total = 2 * config.vocab_size * width + width + layers * (mixer + 3 * width * mlp + 2 * width)
     assert count_parameters(params) == expected_parameters(config) == total
 
 
-@pytest.mark.parametrize("changes", [
-    {"tie_embeddings": True}, {"scan_layers": False}, {"mixers": ("cubit",), "options": {"lrr": False}},
-    {"mixers": ("cubit", "deltaformer"), "options": {"reference": "shared", "projection": "shared"}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_embeddings": True},
+        {"scan_layers": False},
+        {"mixers": ("cubit",), "options": {"lrr": False}},
+        {"mixers": ("cubit", "deltaformer"), "options": {"reference": "shared", "projection": "shared"}},
+    ],
+)
 def test_parameter_count_with_options(changes):
     config = small(**changes)
     params = shapes_of(config)
@@ -230,7 +272,8 @@ def test_hybrid_stacks_and_unstacks(error):
     jax.tree.map(np.testing.assert_array_equal, params, stack_layers(unrolled, config))
     logits = jax.jit(LanguageModel(config).apply)({"params": params}, tokens)
     again = jax.jit(LanguageModel(small(mixers=config.mixers, num_layers=4, scan_layers=False)).apply)(
-        {"params": unrolled}, tokens)
+        {"params": unrolled}, tokens
+    )
     assert error(logits, again) <= 1e-6
 
 
@@ -256,7 +299,8 @@ def test_diagnostics_pass_scan_and_remat():
     assert set(layers) == {"block_1"}
     recorded = layers["block_1"]["mixer"]
     assert {name: value.shape for name, value in recorded.items()} == dict.fromkeys(
-        ("ridge_min", "ridge_max", "rescale_min", "rescale_max", "diagonal_min"), (2,))
+        ("ridge_min", "ridge_max", "rescale_min", "rescale_max", "diagonal_min"), (2,)
+    )
     assert recorded["rescale_min"][0] != recorded["rescale_min"][1]
 
 
@@ -265,8 +309,9 @@ def test_depth_at_initialisation(mixer):  # H14
     config = small(mixers=(mixer,), num_layers=32, model_dim=32, mlp_dim=48, head_dim=16, mlp="gated")
     params, batch = init(config), full_batch(config, rows=2, length=64)
     _, gradient = loss_and_gradient(config, params, batch)
-    norms = np.sqrt(sum(np.sum(np.square(leaf), axis=tuple(range(1, leaf.ndim)))
-                        for leaf in jax.tree.leaves(gradient["layers"])))
+    norms = np.sqrt(
+        sum(np.sum(np.square(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(gradient["layers"]))
+    )
     assert norms.shape == (32,)
     assert np.isfinite(norms).all() and norms.min() > 0
     ratio = norms[1:] / norms[:-1]
@@ -274,29 +319,34 @@ def test_depth_at_initialisation(mixer):  # H14
 
     def layer(x, layer_params):
         x, _ = Group(config, True, False).apply(
-            {"params": layer_params}, x, batch["positions"], batch["segment_ids"], None, None)
+            {"params": layer_params}, x, batch["positions"], batch["segment_ids"], None, None
+        )
         return x, jnp.sqrt(jnp.mean(x**2))
 
-    _, rms = jax.jit(lambda params: jax.lax.scan(
-        layer, params["embed"]["embedding"][batch["tokens"]], params["layers"]))(params)
+    _, rms = jax.jit(
+        lambda params: jax.lax.scan(layer, params["embed"]["embedding"][batch["tokens"]], params["layers"])
+    )(params)
     assert rms.min() > 0.5 and rms.max() < 20
 
 
-@pytest.mark.parametrize("changes, message", [
-    ({"mixers": ("cubbit",)}, "model.mixers: 'cubbit' is not one of .*; did you mean 'cubit'?"),
-    ({"mixers": ("cubit",) * 3}, "has 3 names, which must divide num_layers=2"),
-    ({"mlp": "gate"}, "model.mlp: 'gate' is not one of .*; did you mean 'gated'?"),
-    ({"options": {"refrence": "shared"}}, "model.options: 'refrence' is not one of .*; did you mean 'reference'?"),
-    ({"options": {"reference": "own"}}, "model.options: reference='own' must be independent or shared"),
-    ({"remat": "ful"}, "did you mean 'full'?"),
-    ({"dtype": "float"}, "model.dtype: 'float' is not one of"),
-    ({"implementation": "palas"}, "did you mean 'pallas'?"),
-    ({"head_dim": 7}, "model.head_dim=7 must be even"),
-    ({"window": 0}, "model.window=0 must be at least 1"),
-    ({"dropout": 1.0}, "model.dropout=1.0 must be"),
-    ({"num_layers": 0}, "model.num_layers=0 must be an integer of at least 1"),
-    ({"vocab_size": 3.5}, "model.vocab_size=3.5 must be an integer"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mixers": ("cubbit",)}, "model.mixers: 'cubbit' is not one of .*; did you mean 'cubit'?"),
+        ({"mixers": ("cubit",) * 3}, "has 3 names, which must divide num_layers=2"),
+        ({"mlp": "gate"}, "model.mlp: 'gate' is not one of .*; did you mean 'gated'?"),
+        ({"options": {"refrence": "shared"}}, "model.options: 'refrence' is not one of .*; did you mean 'reference'?"),
+        ({"options": {"reference": "own"}}, "model.options: reference='own' must be independent or shared"),
+        ({"remat": "ful"}, "did you mean 'full'?"),
+        ({"dtype": "float"}, "model.dtype: 'float' is not one of"),
+        ({"implementation": "palas"}, "did you mean 'pallas'?"),
+        ({"head_dim": 7}, "model.head_dim=7 must be even"),
+        ({"window": 0}, "model.window=0 must be at least 1"),
+        ({"dropout": 1.0}, "model.dropout=1.0 must be"),
+        ({"num_layers": 0}, "model.num_layers=0 must be an integer of at least 1"),
+        ({"vocab_size": 3.5}, "model.vocab_size=3.5 must be an integer"),
+    ],
+)
 def test_bad_configs_are_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")) as caught:
         small(**changes)

@@ -21,34 +21,44 @@ def mesh():
 def test_rest_of_the_devices_goes_to_the_axis_of_minus_one():
     assert partitioning.mesh_sizes({**SIZES, "data": -1}, 32)["data"] == 8
     assert list(partitioning.mesh_sizes({"data": -1}, 8).items()) == [
-        ("replica", 1), ("data", 8), ("fsdp", 1), ("tensor", 1), ("context", 1)]
+        ("replica", 1),
+        ("data", 8),
+        ("fsdp", 1),
+        ("tensor", 1),
+        ("context", 1),
+    ]
 
 
-@pytest.mark.parametrize("sizes, words", [
-    ({"data": 3}, ["3", "8 devices"]),
-    ({"data": -1, "tensor": 3}, ["3", "8 devices"]),
-    ({"data": -1, "fsdp": -1}, ["mesh.data", "mesh.fsdp"]),
-    ({"data": 0}, ["mesh.data=0"]),
-    ({"model": 2}, ["'model'", "tensor"]),
-])
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        ({"data": 3}, ["3", "8 devices"]),
+        ({"data": -1, "tensor": 3}, ["3", "8 devices"]),
+        ({"data": -1, "fsdp": -1}, ["mesh.data", "mesh.fsdp"]),
+        ({"data": 0}, ["mesh.data=0"]),
+        ({"model": 2}, ["'model'", "tensor"]),
+    ],
+)
 def test_sizes_that_do_not_fit_the_devices(sizes, words):
     with pytest.raises(ValueError) as caught:
         partitioning.mesh_sizes(sizes, 8)
     assert all(word in str(caught.value) for word in words)
 
 
-@pytest.mark.parametrize("changed, words", [
-    ({"batch_size": 10}, ["batch_size=10", "4"]),
-    ({"accumulation_steps": 4}, ["batch_size=8", "16", "accumulation_steps=4"]),
-    ({"num_heads": 3}, ["num_heads=3", "mesh.tensor=2"]),
-    ({"mlp_dim": 9}, ["mlp_dim=9", "mesh.tensor=2"]),
-    ({"vocab_size": 301}, ["vocab_size=301", "mesh.tensor=2"]),
-    ({"model_dim": 15}, ["model_dim=15", "mesh.fsdp=2"]),
-])
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"batch_size": 10}, ["batch_size=10", "4"]),
+        ({"accumulation_steps": 4}, ["batch_size=8", "16", "accumulation_steps=4"]),
+        ({"num_heads": 3}, ["num_heads=3", "mesh.tensor=2"]),
+        ({"mlp_dim": 9}, ["mlp_dim=9", "mesh.tensor=2"]),
+        ({"vocab_size": 301}, ["vocab_size=301", "mesh.tensor=2"]),
+        ({"model_dim": 15}, ["model_dim=15", "mesh.fsdp=2"]),
+    ],
+)
 def test_run_that_does_not_fit_the_mesh_names_both_numbers(mesh, changed, words):
     run = {"batch_size": 8, "accumulation_steps": 1}
-    model = {"num_heads": 4, "mlp_dim": 32, "vocab_size": 300, "model_dim": 16, "seq_len": 64,
-             "mixers": ("cubit",)}
+    model = {"num_heads": 4, "mlp_dim": 32, "vocab_size": 300, "model_dim": 16, "seq_len": 64, "mixers": ("cubit",)}
     partitioning.check(mesh, **run, model=types.SimpleNamespace(**model))
     run |= {name: value for name, value in changed.items() if name in run}
     model |= {name: value for name, value in changed.items() if name in model}
@@ -68,11 +78,14 @@ def test_sequence_that_cannot_be_dealt_names_the_numbers():
             partitioning.check(mesh, batch_size=8, accumulation_steps=1, model=types.SimpleNamespace(**model))
 
 
-@pytest.mark.parametrize("per_process, sizes, shares", [
-    (4, {"data": 8}, [(0, 2), (1, 2)]),  # own rows
-    (4, {"context": 8}, [(0, 1), (0, 1)]),  # the same rows, of which each process holds a part of the sequence
-    (2, {"data": 2, "tensor": 4}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
-])
+@pytest.mark.parametrize(
+    "per_process, sizes, shares",
+    [
+        (4, {"data": 8}, [(0, 2), (1, 2)]),  # own rows
+        (4, {"context": 8}, [(0, 1), (0, 1)]),  # the same rows, of which each process holds a part of the sequence
+        (2, {"data": 2, "tensor": 4}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+    ],
+)
 def test_processes_that_hold_the_same_rows_read_the_same(per_process, sizes, shares, monkeypatch):
     shape = {**dict.fromkeys(partitioning.AXES, 1), **sizes}
     devices = [types.SimpleNamespace(process_index=i // per_process) for i in range(8)]
@@ -84,8 +97,9 @@ def test_processes_that_hold_the_same_rows_read_the_same(per_process, sizes, sha
 
 def test_processes_whose_rows_overlap_are_refused():
     devices = np.array([types.SimpleNamespace(process_index=i // 3) for i in range(6)])
-    mesh = types.SimpleNamespace(shape={**dict.fromkeys(partitioning.AXES, 1), "data": 3, "context": 2},
-                                 devices=devices.reshape(1, 3, 1, 1, 2))
+    mesh = types.SimpleNamespace(
+        shape={**dict.fromkeys(partitioning.AXES, 1), "data": 3, "context": 2}, devices=devices.reshape(1, 3, 1, 1, 2)
+    )
     with pytest.raises(ValueError, match="rows of 2 processes overlap"):
         partitioning.process_share(mesh)
 
@@ -123,8 +137,13 @@ def test_per_shard_equals_one_device_with_every_gradient_and_gathers_nothing(mes
     expected = jax.value_and_grad(loss(_weighted), argnums=(0, 1, 2))(*arrays)
     sharded = partitioning.per_shard(_weighted, "BLHK,BLHK,H,BL->BLHK")
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(arrays, [
-            P(("data", "fsdp"), None, "tensor"), P(("data", "fsdp"), None, "tensor"), P(), P(("data", "fsdp"))])]
+        placed = [
+            jax.device_put(x, jax.NamedSharding(mesh, spec))
+            for x, spec in zip(
+                arrays,
+                [P(("data", "fsdp"), None, "tensor"), P(("data", "fsdp"), None, "tensor"), P(), P(("data", "fsdp"))],
+            )
+        ]
         step = jax.jit(jax.value_and_grad(loss(sharded), argnums=(0, 1, 2))).lower(*placed).compile()
         actual = step(*placed)
     for name, a, b in zip(("loss", "query", "value", "gate"), jax.tree.leaves(actual), jax.tree.leaves(expected)):
@@ -155,6 +174,7 @@ def test_per_shard_takes_none_and_a_batch_of_one_and_refuses_odd_heads(mesh):
     def fn(x, ids):
         seen.append((x.shape, ids))
         return x
+
     with jax.set_mesh(mesh):
         identity = partitioning.per_shard(fn, "BLHK,BL->BLHK")
         np.testing.assert_array_equal(jax.jit(identity)(jnp.ones((1, 5, 2, 3)), None), 1.0)
@@ -172,8 +192,9 @@ def test_constrain_places_an_activation(mesh):
     assert placed.sharding.spec == P(("data", "fsdp"), None, "tensor")
 
 
-@pytest.mark.parametrize("call", [
-    lambda x: partitioning.constrain(x, "BLQK"), lambda x: partitioning.per_shard(jnp.sin, "BLQK->BLQK")(x)])
+@pytest.mark.parametrize(
+    "call", [lambda x: partitioning.constrain(x, "BLQK"), lambda x: partitioning.per_shard(jnp.sin, "BLQK->BLQK")(x)]
+)
 def test_dimension_that_no_rule_names(call, mesh):  # H09
     message = r"'Q' of 'BLQK' is not known: the mesh splits B, L, H, F, V, and D, K, N stay whole"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):

@@ -26,8 +26,13 @@ from pallas_kernels import kernel_solve_tpu
 def run(*arguments, config="configs/cubit.py:tiny"):
     """The program in a process of its own, as a user starts it: (exit code, stdout, stderr)."""
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    done = subprocess.run([sys.executable, "-m", "cubit_jax.plan", f"--config={config}", *arguments],
-                          env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-m", "cubit_jax.plan", f"--config={config}", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -45,8 +50,14 @@ def libtpu():
 @pytest.mark.usefixtures("libtpu")
 def test_tiny_run_on_a_small_slice(tmp_path):
     path = tmp_path / "plan.json"
-    code, out, _ = run("--topology=v5e:2x4", "--config.model.num_layers=2", "--config.mesh.data=1",
-                       "--config.mesh.fsdp=-1", "--config.model.remat=full", f"--json={path}")
+    code, out, _ = run(
+        "--topology=v5e:2x4",
+        "--config.model.num_layers=2",
+        "--config.mesh.data=1",
+        "--config.mesh.fsdp=-1",
+        "--config.model.remat=full",
+        f"--json={path}",
+    )
     assert code == 0, out
     found = json.loads(path.read_text())
     assert found["fits"] and found["mesh"]["fsdp"] == found["num_devices"] == 8
@@ -64,12 +75,21 @@ def test_tiny_run_on_a_small_slice(tmp_path):
 
 @pytest.mark.usefixtures("libtpu")
 def test_state_that_does_not_fit_is_one_line_and_exit_code_2():
-    code, out, err = run("--topology=v5e:2x4", "--tries=0", "--config.model.num_layers=60", "--config.mesh.data=-1",
-                         "--config.mesh.fsdp=1", config="configs/cubit.py:1p3b")
+    code, out, err = run(
+        "--topology=v5e:2x4",
+        "--tries=0",
+        "--config.model.num_layers=60",
+        "--config.mesh.data=-1",
+        "--config.mesh.fsdp=1",
+        config="configs/cubit.py:1p3b",
+    )
     assert code == 2, err
     assert len(out.splitlines()) == 1
-    numbers = re.fullmatch(r"does not fit: v5e:2x4 needs ([\d.]+) GiB a device for the state alone and a TPU v5 lite "
-                           r"has 15\.75 \(parameters ([\d.]+), optimizer state ([\d.]+), mesh data=8\); (.*)\n", out)
+    numbers = re.fullmatch(
+        r"does not fit: v5e:2x4 needs ([\d.]+) GiB a device for the state alone and a TPU v5 lite "
+        r"has 15\.75 \(parameters ([\d.]+), optimizer state ([\d.]+), mesh data=8\); (.*)\n",
+        out,
+    )
     assert numbers, out
     assert float(numbers[1]) == pytest.approx(float(numbers[2]) + float(numbers[3]), abs=0.02)
     assert "--config.mesh.fsdp=8" in numbers[4] and "estimated" in numbers[4]
@@ -128,12 +148,15 @@ def test_shipped_settings_shard_every_large_array(family):  # H09
     assert all(math.prod(leaf.sharding.shard_shape(leaf.shape)) * 256 == leaf.size for leaf in large)
 
 
-@pytest.mark.parametrize("name, words", [
-    ("v9:2x2", ["v9:2x2", "v5e:2x4", "v5p:2x2x1", "gpu:h100x8"]),
-    ("v5e", ["is not known", "v5e:2x4"]),
-    ("gpu:k80x8", ["is not known", "gpu:h100x8"]),
-    ("gpu:h100x12", ["12 GPUs", "8 of a host"]),
-])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("v9:2x2", ["v9:2x2", "v5e:2x4", "v5p:2x2x1", "gpu:h100x8"]),
+        ("v5e", ["is not known", "v5e:2x4"]),
+        ("gpu:k80x8", ["is not known", "gpu:h100x8"]),
+        ("gpu:h100x12", ["12 GPUs", "8 of a host"]),
+    ],
+)
 def test_unknown_topology_lists_the_known_ones(name, words):
     with pytest.raises(UserError) as caught:
         topology.open_topology(name)
@@ -147,32 +170,44 @@ def test_shape_that_the_chip_does_not_have():
         topology.open_topology("v5e:3x5")
 
 
-@pytest.mark.parametrize("name, what", [("v5e:2x4", r"libtpu, is not installed: pip install -e '\.\[test\]'"),
-                                        ("gpu:h100x8", r"CUDA plugin, is not installed: pip install -e '\.\[gpu\]'")])
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("v5e:2x4", r"libtpu, is not installed: pip install -e '\.\[test\]'"),
+        ("gpu:h100x8", r"CUDA plugin, is not installed: pip install -e '\.\[gpu\]'"),
+    ],
+)
 def test_missing_compiler_says_what_to_install(name, what, monkeypatch):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(UserError, match=what):
         topology.open_topology(name)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--topology=v5e:2x4x"], "is not known"),
-    (["--topology=v5e:2x4", "--json=/nowhere/plan.json"], "cannot write --json=/nowhere/plan.json"),
-    (["--topology=v5e:2x4", "--json=/"], "cannot write --json=/: it is a folder"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--topology=v5e:2x4x"], "is not known"),
+        (["--topology=v5e:2x4", "--json=/nowhere/plan.json"], "cannot write --json=/nowhere/plan.json"),
+        (["--topology=v5e:2x4", "--json=/"], "cannot write --json=/: it is a folder"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_code_1(arguments, message):
     code, out, err = run(*arguments)
     assert (code, out) == (1, "") and len(err.splitlines()) == 1 and message in err
 
 
-@pytest.mark.parametrize("changed, message", [
-    ({"mesh.data": 3}, r"mesh sizes multiply to 3, but there are 8 devices \(on cpu:8\)"),
-    ({"batch_size": 12}, r"batch_size=12 must be a multiple of 8"),
-    ({"accumulation_steps": 0}, "accumulation_steps=0 must be at least 1"),
-    ({"model.remat": "some"}, "model.remat: 'some' is not one of"),
-])
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"mesh.data": 3}, r"mesh sizes multiply to 3, but there are 8 devices \(on cpu:8\)"),
+        ({"batch_size": 12}, r"batch_size=12 must be a multiple of 8"),
+        ({"accumulation_steps": 0}, "accumulation_steps=0 must be at least 1"),
+        ({"model.remat": "some"}, "model.remat: 'some' is not one of"),
+    ],
+)
 def test_mesh_and_config_are_checked_as_in_training(changed, message, micro_config):
     with pytest.raises(UserError, match=message):
         plan.make_plan(micro_config("cubit", **changed), of_cpus())
@@ -198,9 +233,23 @@ def test_what_cannot_fit_says_so(micro_config):
 def test_advice_changes_as_little_as_it_can(micro_config):
     config = micro_config("transformer", **{"batch_size": 64, "model.remat": "full"})
     known = plan.Plan(
-        settings=plan_advice.settings(config), topology="t", num_slices=1, num_devices=8, device_kind="d", compiler="c",
-        mesh={"replica": 1, "data": 8, "fsdp": 1, "tensor": 1, "context": 1}, num_parameters=1, parameters=100,
-        optimizer=200, available=1000, peak=2400, fits=False, flops=1.0, flops_executed=1.0, seconds_at_peak=None)
+        settings=plan_advice.settings(config),
+        topology="t",
+        num_slices=1,
+        num_devices=8,
+        device_kind="d",
+        compiler="c",
+        mesh={"replica": 1, "data": 8, "fsdp": 1, "tensor": 1, "context": 1},
+        num_parameters=1,
+        parameters=100,
+        optimizer=200,
+        available=1000,
+        peak=2400,
+        fits=False,
+        flops=1.0,
+        flops_executed=1.0,
+        seconds_at_peak=None,
+    )
 
     def state_bytes(config):
         fsdp = config.mesh.get("fsdp", 1)
@@ -215,7 +264,9 @@ def test_advice_changes_as_little_as_it_can(micro_config):
 
     # With fsdp=2 state and gradients alone are 800 or, of several micro-batches, 1000; with 4 and two of them 500.
     assert plan_advice.suggest(config, [state_heavy], heavy) == (
-        {"mesh.data": 2, "mesh.fsdp": 4, "accumulation_steps": 2}, 500 + 400)
+        {"mesh.data": 2, "mesh.fsdp": 4, "accumulation_steps": 2},
+        500 + 400,
+    )
     no_room = dataclasses.replace(known, available=10)
     assert plan_advice.suggest(config, [no_room], state_bytes) is None
 
@@ -237,8 +288,11 @@ def test_logits_of_a_batch_never_exist_whole(micro_config):
     assert _largest(step.as_text()) <= whole // 4  # a chunk of the loss
     # The same look at a program that has them finds them.
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32)
-    logits = jax.jit(lambda params, tokens: model.apply({"params": params}, tokens)).lower(
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes["params"]), tokens).compile()
+    logits = (
+        jax.jit(lambda params, tokens: model.apply({"params": params}, tokens))
+        .lower(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes["params"]), tokens)
+        .compile()
+    )
     assert _largest(logits.as_text()) >= whole
 
 
@@ -248,7 +302,8 @@ def test_logits_of_a_batch_never_exist_whole(micro_config):
 @pytest.mark.parametrize("length", [2048, 8192])
 @pytest.mark.parametrize("size", ["125m", "350m", "1p3b"])
 def test_shipped_settings_fit(size, length, name):
-    code, out, err = run(f"--topology={name}", f"--config.seq_len={length}", "--tries=0",
-                         config=f"configs/cubit.py:{size}")
+    code, out, err = run(
+        f"--topology={name}", f"--config.seq_len={length}", "--tries=0", config=f"configs/cubit.py:{size}"
+    )
     assert code == 0, out + err
     assert "kernel_solve: pallas, attention: pallas" in out

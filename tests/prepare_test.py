@@ -25,15 +25,21 @@ def texts(tmp_path):
 
 
 def _run(*flags):
-    return subprocess.run([sys.executable, "-m", "cubit_jax.prepare", *flags], capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, timeout=100,
-                          check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "cubit_jax.prepare", *flags],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout=100,
+        check=False,
+    )
 
 
 def test_program_writes_streams_that_decode_to_the_documents(tmp_path, texts):
     out = tmp_path / "new" / "out"
-    result = _run(f"--input={texts}", f"--output={out}", "--text_field=body", "--train_tokenizer=300",
-                  "--heldout_fraction=0.2")
+    result = _run(
+        f"--input={texts}", f"--output={out}", "--text_field=body", "--train_tokenizer=300", "--heldout_fraction=0.2"
+    )
     assert result.returncode == 0, result.stderr
     assert {path.name for path in out.iterdir()} == {"heldout.bin", "metadata.json", "tokenizer.json", "train.bin"}
     assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -45,8 +51,11 @@ def test_program_writes_streams_that_decode_to_the_documents(tmp_path, texts):
         stream = np.fromfile(out / f"{name}.bin", metadata["dtype"])
         ends = np.flatnonzero(stream == tokenizer.end_id)
         documents = [tokenizer.decode(stream[a + 1 : b]) for a, b in itertools.pairwise(ends)]
-        assert metadata[name] == {"documents": len(documents), "tokens": len(stream),
-                                  "bytes": sum(len(text.encode()) for text in documents)}
+        assert metadata[name] == {
+            "documents": len(documents),
+            "tokens": len(stream),
+            "bytes": sum(len(text.encode()) for text in documents),
+        }
         assert ends[0] == 0 and ends[-1] == len(stream) - 1
         assert f"{name}: {len(documents)} documents" in result.stderr
         found += documents
@@ -85,14 +94,20 @@ def test_nothing_is_overwritten_and_nothing_half_done_stays(tmp_path, texts):
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, texts):
     # A limit on the size of a file makes the writes fail as a full disk does.
     out = tmp_path / "out"
-    script = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-              "resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)); "
-              "from cubit_jax import prepare; from cubit_jax.runtime import cli; "
-              "prepare.define_flags(); cli.run(prepare.main)")
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)); "
+        "from cubit_jax import prepare; from cubit_jax.runtime import cli; "
+        "prepare.define_flags(); cli.run(prepare.main)"
+    )
     result = subprocess.run(
-        [sys.executable, "-B", "-c", script, f"--input={texts}", f"--output={out}", "--text_field=body"], text=True,
-        capture_output=True, check=False, timeout=100,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        [sys.executable, "-B", "-c", script, f"--input={texts}", f"--output={out}", "--text_field=body"],
+        text=True,
+        capture_output=True,
+        check=False,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
     assert result.returncode == 1
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "File too large" in errors[0], result.stderr

@@ -23,10 +23,23 @@ CEM = [f"cem.py:tiny{setting},steps={steps}" for setting in SETTINGS for steps i
 def test_three_times_the_learning_rate_is_stable_for_200_steps(config, tmp_path):
     rate = base.get_config("tiny").optimizer.learning_rate  # of every family
     subprocess.run(
-        [sys.executable, "-m", "cubit_jax.train", f"--config=configs/{config}", f"--workdir={tmp_path}",
-         f"--config.optimizer.learning_rate={3 * rate}", "--config.num_steps=200", "--config.log_every=1",
-         "--config.checkpoint_every=200", "--config.eval_every=0"],
-        cwd=ROOT, env=os.environ | {"XLA_FLAGS": ""}, check=True, timeout=3000)
+        [
+            sys.executable,
+            "-m",
+            "cubit_jax.train",
+            f"--config=configs/{config}",
+            f"--workdir={tmp_path}",
+            f"--config.optimizer.learning_rate={3 * rate}",
+            "--config.num_steps=200",
+            "--config.log_every=1",
+            "--config.checkpoint_every=200",
+            "--config.eval_every=0",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""},
+        check=True,
+        timeout=3000,
+    )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 201))
     assert records[-1]["skipped_updates"] == 0

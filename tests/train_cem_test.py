@@ -15,12 +15,24 @@ LAST = {"energy_before", "energy_after", "step_size", "preconditioner_margin"}
 
 @pytest.fixture(scope="module")
 def config(corpus, micro_config):
-    return micro_config("cem", **{
-        "num_steps": 20, "log_every": 1, "eval_every": 0, "checkpoint_every": 10, "diagnostics_every": 5,
-        "model.options.num_recursions": 2, "model.options.step_size": 0.5,
-        "model.options.preconditioner": "diagonal_lowrank", "model.options.precondition_rank": 2,
-        "data.source": "files", "data.path": f"{corpus}/*.txt", "data.heldout_fraction": 0.2,
-        "model.implementation": "reference"})  # compiles fastest
+    return micro_config(
+        "cem",
+        **{
+            "num_steps": 20,
+            "log_every": 1,
+            "eval_every": 0,
+            "checkpoint_every": 10,
+            "diagnostics_every": 5,
+            "model.options.num_recursions": 2,
+            "model.options.step_size": 0.5,
+            "model.options.preconditioner": "diagonal_lowrank",
+            "model.options.precondition_rank": 2,
+            "data.source": "files",
+            "data.path": f"{corpus}/*.txt",
+            "data.heldout_fraction": 0.2,
+            "model.implementation": "reference",
+        },
+    )  # compiles fastest
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +52,9 @@ def test_energies_are_logged_when_asked_for(straight):
     assert list(written) == list(range(1, 21))
     for step, record in written.items():
         names = {name for name in record if name.startswith("diagnostics/")}
-        expected = {f"diagnostics/layer_{layer}/{part}/{name}" for layer in (0, 1) for part in ("mixer", "mlp")
-                    for name in LAST}
+        expected = {
+            f"diagnostics/layer_{layer}/{part}/{name}" for layer in (0, 1) for part in ("mixer", "mlp") for name in LAST
+        }
         assert names == (expected if step % 5 == 0 else set())
     for part in ("mixer", "mlp"):
         for layer in (0, 1):

@@ -21,23 +21,50 @@ from cubit_jax.training.workdir import read_config, read_preempted, write_config
 
 pytestmark = pytest.mark.xdist_group("train")  # they share a run and compiled programs
 ROOT = pathlib.Path(__file__).parents[1]
-FIELDS = {"model.vocab_size": 300, "model.num_layers": 2, "model.model_dim": 16, "model.num_heads": 2,
-          "model.head_dim": 8, "model.mlp_dim": 32, "model.dropout": 0.1, "seq_len": 32, "batch_size": 8,
-          "num_steps": 250, "log_every": 1, "eval_every": 100, "checkpoint_every": 40, "diagnostics_every": 50,
-          "optimizer.warmup_steps": 10, "optimizer.learning_rate": 1e-2, "data.source": "files",
-          "data.heldout_fraction": 0.2}
+FIELDS = {
+    "model.vocab_size": 300,
+    "model.num_layers": 2,
+    "model.model_dim": 16,
+    "model.num_heads": 2,
+    "model.head_dim": 8,
+    "model.mlp_dim": 32,
+    "model.dropout": 0.1,
+    "seq_len": 32,
+    "batch_size": 8,
+    "num_steps": 250,
+    "log_every": 1,
+    "eval_every": 100,
+    "checkpoint_every": 40,
+    "diagnostics_every": 50,
+    "optimizer.warmup_steps": 10,
+    "optimizer.learning_rate": 1e-2,
+    "data.source": "files",
+    "data.heldout_fraction": 0.2,
+}
 
 
 @pytest.fixture(scope="module")
 def start(corpus, quick_programs):
     """start(workdir, **{"num_steps": 3}) -> the running program. Compiled programs are shared between the processes."""
+
     def run(workdir, **fields):
         fields = FIELDS | {"data.path": f"{corpus}/*.txt"} | fields
         return subprocess.Popen(
-            [sys.executable, "-m", "cubit_jax.train", "--config=configs/cubit.py:tiny", f"--workdir={workdir}",
-             *(f"--config.{name}={value}" for name, value in fields.items())],
-            cwd=ROOT, env=quick_programs | {"XLA_FLAGS": ""}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True)
+            [
+                sys.executable,
+                "-m",
+                "cubit_jax.train",
+                "--config=configs/cubit.py:tiny",
+                f"--workdir={workdir}",
+                *(f"--config.{name}={value}" for name, value in fields.items()),
+            ],
+            cwd=ROOT,
+            env=quick_programs | {"XLA_FLAGS": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
     return run
 
 
@@ -75,16 +102,36 @@ def straight(start, tmp_path_factory):
 
 def test_run_says_what_it_does_and_what_came_of_it(straight):
     workdir, output = straight
-    for words in ("2 layers of cubit", "parameters", "250 steps of 8 x 32", "6 documents", "held-out    loss",
-                  "a bigram model of the same tokens", "tokens/s", "sample", "cubit_jax.generate --workdir="):
+    for words in (
+        "2 layers of cubit",
+        "parameters",
+        "250 steps of 8 x 32",
+        "6 documents",
+        "held-out    loss",
+        "a bigram model of the same tokens",
+        "tokens/s",
+        "sample",
+        "cubit_jax.generate --workdir=",
+    ):
         assert words in output
     written = records(workdir)
     assert [record["step"] for record in written] == list(range(1, 251))
-    assert {"train/loss", "learning_rate", "gradient_norm", "parameter_norm", "tokens_per_second",
-            "skipped_updates"} <= written[0].keys()
+    assert {
+        "train/loss",
+        "learning_rate",
+        "gradient_norm",
+        "parameter_norm",
+        "tokens_per_second",
+        "skipped_updates",
+    } <= written[0].keys()
     assert [record["step"] for record in written if "eval/loss" in record] == [100, 200, 250]
     assert [record["step"] for record in written if "diagnostics/layer_1/mixer/diagonal_min" in record] == [
-        50, 100, 150, 200, 250]
+        50,
+        100,
+        150,
+        200,
+        250,
+    ]
     losses = [record["eval/loss"] for record in written if "eval/loss" in record]
     assert losses[0] < 0.7 * written[0]["train/loss"]
     assert written[-1]["train/loss"] < 0.5 * written[0]["train/loss"]
@@ -127,7 +174,8 @@ def test_complete_run_started_again_reports_and_changes_nothing(straight, start)
     output = finish(start(workdir))
     assert "the run is complete" in output
     assert [line for line in output.splitlines() if line.startswith("held-out")] == [
-        line for line in first.splitlines() if line.startswith("held-out")]
+        line for line in first.splitlines() if line.startswith("held-out")
+    ]
     assert snapshot(workdir) == before
 
 
@@ -142,8 +190,9 @@ def test_checkpoint_folder_lost_while_training_is_one_line_and_exit_code_1(start
 
 
 def test_help_explains_every_flag_of_the_program():
-    output = subprocess.run([sys.executable, "-m", "cubit_jax.train", "--help"], cwd=ROOT, capture_output=True,
-                            text=True, timeout=120)
+    output = subprocess.run(
+        [sys.executable, "-m", "cubit_jax.train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert output.returncode == 0 and output.stderr == ""
     assert "--config:" in output.stdout and "--workdir:" in output.stdout and "goes on" in output.stdout
 
@@ -152,10 +201,13 @@ def snapshot(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("fields, words", [
-    ({"model.num_layers": 4}, ["another config", "model.num_layers", "2 there, 4 here"]),
-    ({"optimizer.learning_rate": 0.5}, ["another config", "optimizer.learning_rate"]),
-])
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"model.num_layers": 4}, ["another config", "model.num_layers", "2 there, 4 here"]),
+        ({"optimizer.learning_rate": 0.5}, ["another config", "optimizer.learning_rate"]),
+    ],
+)
 def test_workdir_of_another_config_is_refused_and_kept(straight, start, fields, words):
     before = snapshot(straight[0])
     output = finish(start(straight[0], **fields), code=1)
@@ -191,19 +243,22 @@ def test_changed_documents_are_refused(straight, config, tmp_path):
         load_trained(workdir)
 
 
-@pytest.mark.parametrize("fields, words", [  # eight devices here
-    ({"batch_size": 12}, "batch_size=12 must be a multiple of 8"),
-    ({"accumulation_steps": 3}, "accumulation_steps=3 x 8"),
-    ({"mesh.tensor": 4, "mesh.data": 2}, "num_heads=2 must be a multiple of mesh.tensor=4"),
-    ({"mesh.data": 3}, "3, but there are 8 devices"),
-    ({"num_steps": 0}, "num_steps=0 must be at least 1"),
-    ({"eval_every": -1}, "eval_every=-1 must be at least 1, or 0"),
-    ({"optimizer.schedule": "linear"}, "optimizer.schedule='linear' must be one of cosine, wsd"),
-    ({"model.mixers": ("cubitt",)}, "did you mean 'cubit'"),
-    ({"data.path": "/nowhere/*.txt"}, "/nowhere"),
-    ({"data.tokenizer": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
-    ({"init_from": "/nowhere"}, "no checkpoint in /nowhere"),
-])
+@pytest.mark.parametrize(
+    "fields, words",
+    [  # eight devices here
+        ({"batch_size": 12}, "batch_size=12 must be a multiple of 8"),
+        ({"accumulation_steps": 3}, "accumulation_steps=3 x 8"),
+        ({"mesh.tensor": 4, "mesh.data": 2}, "num_heads=2 must be a multiple of mesh.tensor=4"),
+        ({"mesh.data": 3}, "3, but there are 8 devices"),
+        ({"num_steps": 0}, "num_steps=0 must be at least 1"),
+        ({"eval_every": -1}, "eval_every=-1 must be at least 1, or 0"),
+        ({"optimizer.schedule": "linear"}, "optimizer.schedule='linear' must be one of cosine, wsd"),
+        ({"model.mixers": ("cubitt",)}, "did you mean 'cubit'"),
+        ({"data.path": "/nowhere/*.txt"}, "/nowhere"),
+        ({"data.tokenizer": "/nowhere/tokenizer.json"}, "/nowhere/tokenizer.json"),
+        ({"init_from": "/nowhere"}, "no checkpoint in /nowhere"),
+    ],
+)
 def test_mistakes_are_one_line_and_leave_no_run(config, tmp_path, fields, words):
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(fields)
@@ -222,8 +277,18 @@ def test_vocabulary_mismatch(straight, config, tmp_path):
 
 
 def test_start_from_the_parameters_of_another_run(last_state, straight, start, tmp_path):  # H25
-    finish(start(tmp_path, **{"init_from": straight[0], "num_steps": 1, "model.dropout": 0.0,
-                              "optimizer.learning_rate": 1e-6, "optimizer.warmup_steps": 0}))
+    finish(
+        start(
+            tmp_path,
+            **{
+                "init_from": straight[0],
+                "num_steps": 1,
+                "model.dropout": 0.0,
+                "optimizer.learning_rate": 1e-6,
+                "optimizer.warmup_steps": 0,
+            },
+        )
+    )
     (record,) = records(tmp_path)
     assert record["step"] == 1 and record["learning_rate"] == pytest.approx(1e-7)
     assert record["eval/loss"] == pytest.approx(records(straight[0])[-1]["eval/loss"], rel=1e-3)

@@ -11,5 +11,13 @@ from cubit_jax.data.corpus import (
     train_batches,
 )
 
-__all__ = ["Corpus", "encode_documents", "heldout_batches", "open_corpus", "open_text", "open_tokenizer",
-           "token_stream", "train_batches"]
+__all__ = [
+    "Corpus",
+    "encode_documents",
+    "heldout_batches",
+    "open_corpus",
+    "open_text",
+    "open_tokenizer",
+    "token_stream",
+    "train_batches",
+]

@@ -100,14 +100,30 @@ class DocumentBatches:
     of its rows are used.
     """
 
-    def __init__(self, documents, tokenizer, *, seq_len, batch_size, seed, num_workers, process_index, process_count,
-                 shuffle_rows):
+    def __init__(
+        self,
+        documents,
+        tokenizer,
+        *,
+        seq_len,
+        batch_size,
+        seed,
+        num_workers,
+        process_index,
+        process_count,
+        shuffle_rows,
+    ):
         self._local = local_rows(batch_size, process_index, process_count)
         self._batch_size, self._seq_len, self._end_id = batch_size, seq_len, tokenizer.end_id
         self._num_workers, self._seed, self._shuffle_rows = num_workers, seed, shuffle_rows
         self._num_documents = len(documents)
-        self._identity = {"kind": "documents", "documents": len(documents), "seed": seed, "seq_len": seq_len,
-                          "shuffle_rows": shuffle_rows}
+        self._identity = {
+            "kind": "documents",
+            "documents": len(documents),
+            "seed": seed,
+            "seq_len": seq_len,
+            "shuffle_rows": shuffle_rows,
+        }
         order = grain.MapDataset.source(documents).seed(seed).shuffle().repeat()
         self._encoded = order.map(_Encode(tokenizer))
         self._seek(0, 0, 0)
@@ -346,8 +362,10 @@ def _check_state(state, identity):
     state = json.loads(state)
     for name, value in identity.items():
         if state.get(name) != value:
-            raise UserError(f"the saved data position does not fit this run's data: {name} was {state.get(name)!r}, "
-                            f"now it is {value!r}; go on with the same data, or start in a new workdir")
+            raise UserError(
+                f"the saved data position does not fit this run's data: {name} was {state.get(name)!r}, "
+                f"now it is {value!r}; go on with the same data, or start in a new workdir"
+            )
     return state
 
 

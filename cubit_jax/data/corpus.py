@@ -65,12 +65,16 @@ def open_corpus(data, workdir):
         split = data.heldout_fraction
         train, heldout = sources.split_documents(train, split)
     if not len(train):
-        raise UserError(f"no training documents: all {len(heldout)} of {data.path or data.source} are held out; give "
-                        "held-out text of its own with heldout_path, or lower heldout_fraction")
+        raise UserError(
+            f"no training documents: all {len(heldout)} of {data.path or data.source} are held out; give "
+            "held-out text of its own with heldout_path, or lower heldout_fraction"
+        )
     heldout_bytes = sum(len(heldout[index].encode()) for index in range(len(heldout)))
     if not heldout_bytes:
-        raise UserError(f"the held-out part is empty: no text in {data.heldout_path or data.path}" + (
-            "" if data.heldout_path else " that can be held out; give some with heldout_path"))
+        raise UserError(
+            f"the held-out part is empty: no text in {data.heldout_path or data.path}"
+            + ("" if data.heldout_path else " that can be held out; give some with heldout_path")
+        )
     logging.info("%d training documents; held out: %d, %d bytes", len(train), len(heldout), heldout_bytes)
     return Corpus(train, heldout, sources.digest([fingerprint, split]), heldout_bytes)
 
@@ -117,15 +121,23 @@ def _open_prepared(path):
         streams = {name: np.memmap(path / f"{name}.bin", metadata["dtype"], "r") for name in ("train", "heldout")}
         for name, stream in streams.items():
             if len(stream) != metadata[name]["tokens"]:
-                raise UserError(f"{path / name}.bin holds {len(stream)} tokens, its metadata says "
-                                f"{metadata[name]['tokens']}: prepare the data again")
+                raise UserError(
+                    f"{path / name}.bin holds {len(stream)} tokens, its metadata says "
+                    f"{metadata[name]['tokens']}: prepare the data again"
+                )
         if sources.digest((path / "tokenizer.json").read_text()) != metadata["tokenizer"]:
             raise UserError(f"{path / 'tokenizer.json'} is not the tokenizer that the data was prepared with")
-        return Corpus(streams["train"], streams["heldout"], sources.digest([metadata["corpus"], metadata["tokenizer"]]),
-                      metadata["heldout"]["bytes"], path / "tokenizer.json")
+        return Corpus(
+            streams["train"],
+            streams["heldout"],
+            sources.digest([metadata["corpus"], metadata["tokenizer"]]),
+            metadata["heldout"]["bytes"],
+            path / "tokenizer.json",
+        )
     except FileNotFoundError as error:
-        raise UserError(f"no prepared data at {path}: {error.filename} is missing; python -m cubit_jax.prepare "
-                        "makes it") from error
+        raise UserError(
+            f"no prepared data at {path}: {error.filename} is missing; python -m cubit_jax.prepare makes it"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read the prepared data at {path}: {error!r}") from error
 
@@ -161,8 +173,19 @@ def _sample(documents):
             return
 
 
-def train_batches(documents, tokenizer, *, seq_len, batch_size, seed, num_workers=0, process_index=0, process_count=1,
-                  shuffle_rows=None, prefetch=2):
+def train_batches(
+    documents,
+    tokenizer,
+    *,
+    seq_len,
+    batch_size,
+    seed,
+    num_workers=0,
+    process_index=0,
+    process_count=1,
+    shuffle_rows=None,
+    prefetch=2,
+):
     """Endless training batches of [batch_size / process_count, seq_len] rows: see `batches.pack` for what they hold.
 
     Reshuffled each epoch. Nothing of a document is cut off or repeated, and no row is padded (of prepared data only
@@ -181,8 +204,13 @@ def train_batches(documents, tokenizer, *, seq_len, batch_size, seed, num_worker
     Returns:
       a `batches.Prefetch`: an iterator with `get_state() -> bytes`, `set_state(bytes)`, `epoch` and `close()`.
     """
-    where = {"seq_len": seq_len, "batch_size": batch_size, "seed": seed, "process_index": process_index,
-             "process_count": process_count}
+    where = {
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "seed": seed,
+        "process_index": process_index,
+        "process_count": process_count,
+    }
     if isinstance(documents, np.ndarray):
         return Prefetch(PreparedBatches(documents, tokenizer.end_id, **where), prefetch)
     shuffle_rows = shuffle_rows or -(-_SHUFFLE_TOKENS // seq_len)
@@ -192,8 +220,14 @@ def train_batches(documents, tokenizer, *, seq_len, batch_size, seed, num_worker
 
 def heldout_batches(documents, tokenizer, *, seq_len, batch_size, process_index=0, process_count=1):
     """Every held-out target exactly once, in batches of equal shape; `batches.HeldoutBatches`, iterable repeatedly."""
-    return HeldoutBatches(token_stream(documents, tokenizer), tokenizer.end_id, seq_len=seq_len, batch_size=batch_size,
-                          process_index=process_index, process_count=process_count)
+    return HeldoutBatches(
+        token_stream(documents, tokenizer),
+        tokenizer.end_id,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        process_index=process_index,
+        process_count=process_count,
+    )
 
 
 def token_stream(documents, tokenizer):

@@ -70,7 +70,8 @@ class FileDocuments:
     def subset(self, mask):
         """The documents where `mask` [n] is true."""
         return dataclasses.replace(
-            self, **{field: getattr(self, field)[mask] for field in ("file", "start", "length", "number")})
+            self, **{field: getattr(self, field)[mask] for field in ("file", "start", "length", "number")}
+        )
 
     def cut(self, share):
         """One text file as two, cut at the first line that begins beyond `share` of it: (head, rest)."""
@@ -197,8 +198,10 @@ def open_tfds(directory, field):
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"cannot read {directory} at random places: {_first_line(error)} (it has to be stored as "
-                        "array_record; `tfds convert_format` converts)") from error
+        raise UserError(
+            f"cannot read {directory} at random places: {_first_line(error)} (it has to be stored as "
+            "array_record; `tfds convert_format` converts)"
+        ) from error
     identity = [[name, list(map(int, split.shard_lengths)), int(split.num_bytes)] for name, split in splits.items()]
     return sources[0], sources[1] if len(sources) > 1 else None, digest([info.full_name, field, sorted(identity)])
 

@@ -120,11 +120,19 @@ def _parquet_texts(path, field, digest):
         with pyarrow.parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             if field not in schema.names:
-                raise UserError(f"{path}: no column {field!r}; its columns are {', '.join(map(repr, schema.names))}: "
-                                "set text_field")
+                raise UserError(
+                    f"{path}: no column {field!r}; its columns are {', '.join(map(repr, schema.names))}: set text_field"
+                )
             kind = schema.field(field).type
-            if not any(test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string,
-                                               pyarrow.types.is_binary, pyarrow.types.is_large_binary)):
+            if not any(
+                test(kind)
+                for test in (
+                    pyarrow.types.is_string,
+                    pyarrow.types.is_large_string,
+                    pyarrow.types.is_binary,
+                    pyarrow.types.is_large_binary,
+                )
+            ):
                 raise UserError(f"{path}: column {field!r} holds {kind}, expected strings")
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=[field]):

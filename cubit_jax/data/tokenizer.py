@@ -108,8 +108,12 @@ def train_tokenizer(texts, vocab_size):
     backend.decoder = decoders.ByteLevel()
     # Here too a literal end of text is ordinary characters, or it would split the words it touches.
     backend.encode_special_tokens = True
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend)
 
@@ -131,5 +135,7 @@ def load_tokenizer(path):
 def check_vocabulary(tokenizer, vocab_size, origin="the tokenizer"):
     """UserError unless a model of `vocab_size` can take every id. (A larger model vocabulary is fine: unused rows.)"""
     if tokenizer.vocab_size > vocab_size:
-        raise UserError(f"vocabulary mismatch: {origin} has {tokenizer.vocab_size} ids but the model's vocabulary is "
-                        f"{vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}")
+        raise UserError(
+            f"vocabulary mismatch: {origin} has {tokenizer.vocab_size} ids but the model's vocabulary is "
+            f"{vocab_size}: set model.vocab_size to at least {tokenizer.vocab_size}"
+        )

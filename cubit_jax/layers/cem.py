@@ -136,14 +136,32 @@ class CEMAttention(Descent, Mixer):
             def step(state):
                 return whole_rows(state, None if diag is None else x, keys, w_q, diag, positions, segment_ids)
         else:
+
             def step(state):
                 return ops.interaction_step_cached(
-                    state, new_cache.get("h"), new_cache["k"], w_q, diag, cache["length"], positions=positions,
-                    theta=self.rope_theta, window=self.window)
+                    state,
+                    new_cache.get("h"),
+                    new_cache["k"],
+                    w_q,
+                    diag,
+                    cache["length"],
+                    positions=positions,
+                    theta=self.rope_theta,
+                    window=self.window,
+                )
 
         def energy(state):
-            return ops.interaction_energy(state, x, w_q, w_k, diag, positions=positions, theta=self.rope_theta,
-                                          segment_ids=segment_ids, window=self.window)
+            return ops.interaction_energy(
+                state,
+                x,
+                w_q,
+                w_k,
+                diag,
+                positions=positions,
+                theta=self.rope_theta,
+                segment_ids=segment_ids,
+                window=self.window,
+            )
 
         y = self.descend(step, x, energy if cache is None else None, segment_ids)
         return y if cache is None else (y, new_cache)
@@ -151,8 +169,18 @@ class CEMAttention(Descent, Mixer):
     def _step(self, state, x, keys, w_q, diag, positions, segment_ids, layout=None):
         """One device's share of a step."""
         return ops.interaction_step_from_keys(
-            state, x, keys, w_q, diag, positions=positions, theta=self.rope_theta, segment_ids=segment_ids,
-            window=self.window, implementation=self.implementation, layout=layout)
+            state,
+            x,
+            keys,
+            w_q,
+            diag,
+            positions=positions,
+            theta=self.rope_theta,
+            segment_ids=segment_ids,
+            window=self.window,
+            implementation=self.implementation,
+            layout=layout,
+        )
 
     def _diagonal(self, model_dim):
         if self.interaction == "lowrank":

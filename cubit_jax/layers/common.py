@@ -56,20 +56,34 @@ class Mixer(nn.Module):
 
     def project(self, x, name):
         """[B, L, D] -> [B, L, H, K]."""
-        heads = nn.DenseGeneral((self.num_heads, self.head_dim), use_bias=False, dtype=self.dtype,
-                                param_dtype=self.param_dtype, kernel_init=kernel_init, name=name)(x)
+        heads = nn.DenseGeneral(
+            (self.num_heads, self.head_dim),
+            use_bias=False,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=kernel_init,
+            name=name,
+        )(x)
         return constrain(heads, "BLHK")
 
     def project_to_heads(self, x, name, use_bias=False, init=kernel_init):
         """[B, L, D] -> [B, L, H], one number a head, at least float32 because the solve reads it."""
         dtype = at_least_float32(self.dtype)
-        return nn.Dense(self.num_heads, use_bias=use_bias, dtype=dtype, param_dtype=self.param_dtype,
-                        kernel_init=init, name=name)(x)
+        return nn.Dense(
+            self.num_heads, use_bias=use_bias, dtype=dtype, param_dtype=self.param_dtype, kernel_init=init, name=name
+        )(x)
 
     def project_out(self, o, model_dim):
         """[B, L, H, K] -> [B, L, D]."""
-        return nn.DenseGeneral(model_dim, axis=(-2, -1), use_bias=False, dtype=self.dtype,
-                               param_dtype=self.param_dtype, kernel_init=kernel_init, name="o_proj")(o)
+        return nn.DenseGeneral(
+            model_dim,
+            axis=(-2, -1),
+            use_bias=False,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=kernel_init,
+            name="o_proj",
+        )(o)
 
     def rotate(self, x, positions):
         return ops.rotary(x, positions, self.rope_theta)
@@ -78,9 +92,10 @@ class Mixer(nn.Module):
         """Softmax attention of whole rows on each device's share of batch and heads; the dtype of q."""
         return per_shard(
             lambda q, k, v, segment_ids, layout=None: ops.attention(
-                q, k, v, segment_ids=segment_ids, window=self.window, implementation=self.implementation,
-                layout=layout),
-            "BLHK,BLHK,BLHK,BL->BLHK")(q, k, v, segment_ids)
+                q, k, v, segment_ids=segment_ids, window=self.window, implementation=self.implementation, layout=layout
+            ),
+            "BLHK,BLHK,BLHK,BL->BLHK",
+        )(q, k, v, segment_ids)
 
 
 def token_positions(x, positions, cache, prefill):

@@ -81,7 +81,8 @@ class CubitMixer(Mixer):
 
         if cache is None or prefill:
             o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,BLH,H,H,BL->BLHK,BLHK")(
-                q, k, None if self.reference == "shared" else r, v, rescale, gamma, ridge, segment_ids)
+                q, k, None if self.reference == "shared" else r, v, rescale, gamma, ridge, segment_ids
+            )
             if cache is not None:
                 shared = self.reference == "shared"
                 new_cache = write_cache(cache, prefill, k=k, u=u, **({} if shared else {"rn": rn}))
@@ -102,8 +103,12 @@ class CubitMixer(Mixer):
 
     def _aggregate(self, q, k, r, v, rescale, gamma, ridge, segment_ids, layout=None):
         """o, u of one device's share. In one call: in training no float32 array of the size of v is exchanged."""
-        options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
-                   "layout": layout}
+        options = {
+            "segment_ids": segment_ids,
+            "window": self.window,
+            "implementation": self.implementation,
+            "layout": layout,
+        }
         r = k if r is None else r
         u = ops.kernel_solve(r, normalize_reference(r, gamma), _rescaled(v, rescale), ridge=ridge, **options)
         return ops.attention(q, k, u, **options), u
@@ -130,7 +135,9 @@ class CubitMixer(Mixer):
         record(self, "ridge_max", jnp.max(ridge))
         diagonal = per_shard(
             lambda r, rn, ridge, segment_ids, layout=None: ops.system_diagonal(
-                r, rn, ridge, segment_ids=segment_ids, window=self.window, scale=1.0, layout=layout),
-            "BLHK,BLHK,H,BL->BLH")(r, rn, ridge, segment_ids)
+                r, rn, ridge, segment_ids=segment_ids, window=self.window, scale=1.0, layout=layout
+            ),
+            "BLHK,BLHK,H,BL->BLH",
+        )(r, rn, ridge, segment_ids)
         real = True if segment_ids is None else (segment_ids != 0)[..., None]
         record(self, "diagonal_min", jnp.min(diagonal, where=real, initial=jnp.inf))

@@ -42,14 +42,16 @@ class DeltaFormerMixer(Mixer):
 
         if cache is None or prefill:
             o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,BLH,BL->BLHK,BLHK")(
-                q, k, None if self.projection == "shared" else w, v, beta, segment_ids)
+                q, k, None if self.projection == "shared" else w, v, beta, segment_ids
+            )
             if cache is not None:
                 new_cache = write_cache(cache, prefill, k=k, u=u)
         else:
             start = cache["length"]
             new_cache = write_cache(cache, prefill, k=k)
-            u = ops.kernel_solve_cached(w, new_cache["k"], cache["u"], v, start, beta=beta, window=self.window,
-                                        scale=self.head_dim**-0.5)
+            u = ops.kernel_solve_cached(
+                w, new_cache["k"], cache["u"], v, start, beta=beta, window=self.window, scale=self.head_dim**-0.5
+            )
             new_cache |= write_cache(cache, prefill, u=u)
             o = ops.attention_cached(q, new_cache["k"], new_cache["u"], start, window=self.window)
         y = self.project_out(o, x.shape[-1])
@@ -57,7 +59,11 @@ class DeltaFormerMixer(Mixer):
 
     def _aggregate(self, q, k, w, v, beta, segment_ids, layout=None):
         """o, u of one device's share. In one call: in training u does not leave the layout they work in."""
-        options = {"segment_ids": segment_ids, "window": self.window, "implementation": self.implementation,
-                   "layout": layout}
+        options = {
+            "segment_ids": segment_ids,
+            "window": self.window,
+            "implementation": self.implementation,
+            "layout": layout,
+        }
         u = ops.kernel_solve(k if w is None else w, k, v, beta=beta, scale=self.head_dim**-0.5, **options)
         return ops.attention(q, k, u, **options), u

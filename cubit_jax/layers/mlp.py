@@ -23,8 +23,14 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         def dense(features, name):
-            return nn.Dense(features, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype,
-                            kernel_init=kernel_init, name=name)
+            return nn.Dense(
+                features,
+                use_bias=False,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                kernel_init=kernel_init,
+                name=name,
+            )
 
         hidden = nn.silu(dense(self.mlp_dim, "gate_proj")(x)) * dense(self.mlp_dim, "up_proj")(x)
         return dense(x.shape[-1], "down_proj")(constrain(hidden, "BLF"))

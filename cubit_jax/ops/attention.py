@@ -33,8 +33,9 @@ def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementat
     window = check(q, k, v, segment_ids, window, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.attention, layout)
-    return dispatch.run("attention", implementations, implementation, q, k, v,
-                        segment_ids=segment_ids, window=window, scale=scale)
+    return dispatch.run(
+        "attention", implementations, implementation, q, k, v, segment_ids=segment_ids, window=window, scale=scale
+    )
 
 
 def check(q, k, v, segment_ids, window, layout=None):
@@ -93,15 +94,28 @@ def _splash(q, k, v, *, segment_ids, window, scale, interpret):
     mask = splash.CausalMask((padded, padded))
     if window is not None:
         mask = splash.LocalMask((padded, padded), (window - 1, 0), 0)
-    sizes = splash.BlockSizes(**dict.fromkeys(
-        ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq",
-         "block_kv_dq"), block))
+    sizes = splash.BlockSizes(
+        **dict.fromkeys(
+            (
+                "block_q",
+                "block_kv",
+                "block_kv_compute",
+                "block_q_dkv",
+                "block_kv_dkv",
+                "block_kv_dkv_compute",
+                "block_q_dq",
+                "block_kv_dq",
+            ),
+            block,
+        )
+    )
 
     def heads_first(x):
         return jnp.pad(x.astype(q.dtype), ((0, 0), (0, padded - length), (0, 0), (0, 0))).swapaxes(1, 2)
 
-    kernel = splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * num_heads), block_sizes=sizes,
-                                                  interpret=interpret)
+    kernel = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * num_heads), block_sizes=sizes, interpret=interpret
+    )
     q_scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
     ids = None
     if segment_ids is not None:
@@ -123,8 +137,14 @@ def _cudnn(q, k, v, *, segment_ids, window, scale, interpret):
         raise NotImplementedError(f"cuDNN takes 16-bit inputs, not {q.dtype}")
     try:
         return jax.nn.dot_product_attention(
-            q, k, v.astype(q.dtype), scale=scale, is_causal=True, implementation="cudnn",
-            local_window_size=None if window is None else (window - 1, 0))
+            q,
+            k,
+            v.astype(q.dtype),
+            scale=scale,
+            is_causal=True,
+            implementation="cudnn",
+            local_window_size=None if window is None else (window - 1, 0),
+        )
     except RuntimeError as error:  # no cuDNN, or one that is too old
         raise NotImplementedError(str(error)) from error
 

@@ -16,8 +16,9 @@ from cubit_jax.ops.rotary import rotary
 _ROWS = 256  # rows whose scores exist at a time: memory stays linear in L
 
 
-def interaction_energy(state, context, w_q, w_k, diag=None, *, tau=None, positions=None, theta=10000.0,
-                       segment_ids=None, window=None):
+def interaction_energy(
+    state, context, w_q, w_k, diag=None, *, tau=None, positions=None, theta=10000.0, segment_ids=None, window=None
+):
     """eps_i = -tau sum_heads log sum_{visible j} exp(s_ij / tau), attention's energy; 0 for a row that sees nothing.
 
     s_ij = x_i^T (W_q^T W_k + diag(d)) h_j; with positions x_i^T W_q^T R_i^T R_j W_k h_j + x_i^T diag(d) h_j: the
@@ -57,8 +58,7 @@ def interaction_energy(state, context, w_q, w_k, diag=None, *, tau=None, positio
 
     length = state.shape[1]
     count = max(-(-length // _ROWS), 1)
-    blocks = [None if a is None else split_rows(a, count)
-              for a in (queries, state, jnp.arange(length), segment_ids)]
+    blocks = [None if a is None else split_rows(a, count) for a in (queries, state, jnp.arange(length), segment_ids)]
     return join_rows(jax.lax.map(rows, blocks), length)
 
 
@@ -88,6 +88,7 @@ def descent_direction(energy):
 
     With `minimize` it turns any energy, written as a function of arrays, into a layer without a hand-derived step.
     """
+
     def direction(state, *args, **kwargs):
         return -jax.grad(lambda x: jnp.sum(energy(x, *args, **kwargs)))(state)
 
@@ -139,7 +140,7 @@ def split_rows(array, count):
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, -array.shape[axis] % count)
     array = jnp.pad(array, padding)
-    shape = (*array.shape[:axis], count, array.shape[axis] // count, *array.shape[axis + 1:])
+    shape = (*array.shape[:axis], count, array.shape[axis] // count, *array.shape[axis + 1 :])
     return jnp.moveaxis(array.reshape(shape), axis, 0)
 
 
@@ -147,7 +148,6 @@ def join_rows(blocks, length):
     """The inverse of `split_rows` for [count, B, C, ...] -> [B, L, ...]."""
     joined = jnp.moveaxis(blocks, 0, 1)
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
-
 
 
 def check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids, window):

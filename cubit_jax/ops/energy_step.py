@@ -26,8 +26,20 @@ from cubit_jax.ops.potential import ACTIVATIONS, lookup
 from cubit_jax.ops.rotary import rotary
 
 
-def interaction_step(state, context, w_q, w_k, diag=None, *, tau=None, positions=None, theta=10000.0,
-                     segment_ids=None, window=None, implementation=None):
+def interaction_step(
+    state,
+    context,
+    w_q,
+    w_k,
+    diag=None,
+    *,
+    tau=None,
+    positions=None,
+    theta=10000.0,
+    segment_ids=None,
+    window=None,
+    implementation=None,
+):
     """Minus the gradient of `interaction_energy` in the state, in memory linear in L; arguments as there.
 
     Args:
@@ -41,8 +53,19 @@ def interaction_step(state, context, w_q, w_k, diag=None, *, tau=None, positions
     """
     check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids, window)
     keys = interaction_keys(context, w_k, positions=positions, theta=theta)
-    return interaction_step_from_keys(state, context, keys, w_q, diag, tau=tau, positions=positions, theta=theta,
-                                      segment_ids=segment_ids, window=window, implementation=implementation)
+    return interaction_step_from_keys(
+        state,
+        context,
+        keys,
+        w_q,
+        diag,
+        tau=tau,
+        positions=positions,
+        theta=theta,
+        segment_ids=segment_ids,
+        window=window,
+        implementation=implementation,
+    )
 
 
 def interaction_keys(context, w_k, *, positions=None, theta=10000.0):
@@ -51,15 +74,34 @@ def interaction_keys(context, w_k, *, positions=None, theta=10000.0):
     return keys if positions is None else rotary(keys, positions, theta)
 
 
-def interaction_step_from_keys(state, context, keys, w_q, diag=None, *, tau=None, positions=None, theta=10000.0,
-                               segment_ids=None, window=None, implementation=None, layout=None):
+def interaction_step_from_keys(
+    state,
+    context,
+    keys,
+    w_q,
+    diag=None,
+    *,
+    tau=None,
+    positions=None,
+    theta=10000.0,
+    segment_ids=None,
+    window=None,
+    implementation=None,
+    layout=None,
+):
     """`interaction_step` for keys from `interaction_keys`; the context is read only where there is a diagonal.
 
     layout: as for `attention`, where devices share the rows.
     """
+
     def aggregate(queries):
-        options = {"segment_ids": segment_ids, "window": window, "scale": _scale(w_q, tau),
-                   "implementation": implementation, "layout": layout}
+        options = {
+            "segment_ids": segment_ids,
+            "window": window,
+            "scale": _scale(w_q, tau),
+            "implementation": implementation,
+            "layout": layout,
+        }
         if diag is None:
             return attention(queries, keys, keys, **options), None
         return diagonal_attention(queries, state, keys, context, diag, **options)
@@ -67,8 +109,9 @@ def interaction_step_from_keys(state, context, keys, w_q, diag=None, *, tau=None
     return _step(aggregate, state, keys.dtype, w_q, positions, theta)
 
 
-def interaction_step_cached(state, context_cache, key_cache, w_q, diag, start, *, tau=None, positions=None,
-                            theta=10000.0, window=None):
+def interaction_step_cached(
+    state, context_cache, key_cache, w_q, diag, start, *, tau=None, positions=None, theta=10000.0, window=None
+):
     """`interaction_step` of n new tokens against a decode cache that already holds their keys.
 
     Args:
@@ -78,6 +121,7 @@ def interaction_step_cached(state, context_cache, key_cache, w_q, diag, start, *
       start: int32 [B], the tokens of each row before these n.
       Others as in `interaction_step`; positions [B, n].
     """
+
     def aggregate(queries):
         scale = _scale(w_q, tau)
         if diag is None:

@@ -11,8 +11,20 @@ from cubit_jax.ops.blockwise.kernel_solve import kernel_solve_xla
 from cubit_jax.ops.context_parallel import solve as context
 
 
-def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, window=None, scale=1.0, block_size=None,
-                 implementation=None, layout=None):
+def kernel_solve(
+    query,
+    key,
+    rhs,
+    *,
+    ridge=None,
+    beta=None,
+    segment_ids=None,
+    window=None,
+    scale=1.0,
+    block_size=None,
+    implementation=None,
+    layout=None,
+):
     """Solves the system whose weights P are a row softmax of the visible scores scale * query_i . key_j.
 
     With ridge (Cubit, arXiv 2605.06501, eq. 13): (P + ridge I) u = rhs, row i sees itself.
@@ -48,8 +60,20 @@ def kernel_solve(query, key, rhs, *, ridge=None, beta=None, segment_ids=None, wi
     if block_size is not None and (not isinstance(block_size, int | np.integer) or block_size < 1):
         raise ValueError(f"{block_size=} must be a positive integer")
     implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.kernel_solve, layout)
-    return dispatch.run("kernel_solve", implementations, implementation, query, key, rhs, ridge=ridge, beta=beta,
-                        segment_ids=segment_ids, window=window, scale=float(scale), block_size=block_size)
+    return dispatch.run(
+        "kernel_solve",
+        implementations,
+        implementation,
+        query,
+        key,
+        rhs,
+        ridge=ridge,
+        beta=beta,
+        segment_ids=segment_ids,
+        window=window,
+        scale=float(scale),
+        block_size=block_size,
+    )
 
 
 def _reference(query, key, rhs, *, ridge, beta, segment_ids, window, scale, block_size):

@@ -8,8 +8,12 @@ _FIELDS = ("seq_len", "batch_size", "accumulation_steps", "model.remat")
 
 def settings(config):
     """The fields of a config that memory depends on, beside the model and the mesh."""
-    flat = {"seq_len": config.seq_len, "batch_size": config.batch_size,
-            "accumulation_steps": config.accumulation_steps, "model.remat": config.model.remat}
+    flat = {
+        "seq_len": config.seq_len,
+        "batch_size": config.batch_size,
+        "accumulation_steps": config.accumulation_steps,
+        "model.remat": config.model.remat,
+    }
     return {name: flat[name] for name in _FIELDS}
 
 

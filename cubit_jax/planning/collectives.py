@@ -61,9 +61,13 @@ def traffic(text, slices):
                 size = _bytes(shape, operation)
                 if scattered and kind == "all-reduce":
                     kind, size = "reduce-scatter", size / count
-                sent = {"all-gather": size * (count - 1) / count, "all-to-all": size * (count - 1) / count,
-                        "all-reduce": 2 * size * (count - 1) / count, "reduce-scatter": size * (count - 1),
-                        "collective-permute": size}[kind]
+                sent = {
+                    "all-gather": size * (count - 1) / count,
+                    "all-to-all": size * (count - 1) / count,
+                    "all-reduce": 2 * size * (count - 1) / count,
+                    "reduce-scatter": size * (count - 1),
+                    "collective-permute": size,
+                }[kind]
                 if count > 1:
                     result.setdefault(kind, Traffic()).add(times, sent, spans)
             elif operation == "send" and (transfer := re.search(r'megascale_transfer_type="(\w+)"', rest)):
@@ -105,8 +109,11 @@ def _trip_count(attributes, condition):
     """How often a loop runs: as annotated, or the constant that its counter, which starts at 0, is compared with."""
     if known := re.search(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)', attributes):
         return int(known[1])
-    limits = {name: int(number[1]) for name, shape, operation, rest in condition
-              if operation == "constant" and re.match(r"[su]\d+\[\]", shape) and (number := re.match(r"(\d+)\)", rest))}
+    limits = {
+        name: int(number[1])
+        for name, shape, operation, rest in condition
+        if operation == "constant" and re.match(r"[su]\d+\[\]", shape) and (number := re.match(r"(\d+)\)", rest))
+    }
     for _, _, operation, rest in condition:
         if operation == "compare" and (direction := re.search(r"direction=(LT|LE)", rest)):
             used = [name for name in re.findall(r"[\w.\-]+", rest.partition(")")[0]) if name in limits]
@@ -119,7 +126,7 @@ def _bytes(shape, operation):
     parts = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     if operation in ("all-gather-start", "reduce-scatter-start", "collective-permute-start"):
         parts = [part for part in parts if part != ("u32", "")]
-        parts = parts[len(parts) // 2:]
+        parts = parts[len(parts) // 2 :]
     if operation == "send":  # the array, a context and a token
         parts = parts[:1]
     return sum(math.prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) for dtype, dims in parts) / 8

@@ -22,9 +22,11 @@ _GPUS = {
     "h200": ("NVIDIA H200", 139.8, (9, 0), 132, 232_448, 4.8e12, 1.98, 50),
 }
 _GPUS_PER_HOST = 8
-KNOWN = ("v5e:2x4, 4x4, 4x8, 8x8, 8x16, 16x16; v6e: the same; v5p:2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, "
-         "8x8x8; v4: the same as v5p; tpu7x:2x2x1, 2x2x2, 2x2x4, 4x4x4; gpu:a100x8, gpu:h100x8, gpu:h200x8 (x16, x24: "
-         "of several hosts)")
+KNOWN = (
+    "v5e:2x4, 4x4, 4x8, 8x8, 8x16, 16x16; v6e: the same; v5p:2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, "
+    "8x8x8; v4: the same as v5p; tpu7x:2x2x1, 2x2x2, 2x2x4, 4x4x4; gpu:a100x8, gpu:h100x8, gpu:h200x8 (x16, x24: "
+    "of several hosts)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +48,12 @@ def prepare():
     """Keeps JAX on the CPU and libtpu from looking for TPUs; before JAX or libtpu look at the environment."""
     jax.config.update("jax_platforms", "cpu")
     for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         # Without these libtpu prints lines of warnings about what a machine without TPUs cannot know.
-        "TPU_MIN_LOG_LEVEL": "4", "TPU_STDERR_LOG_LEVEL": "4", "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_MIN_LOG_LEVEL": "4",
+        "TPU_STDERR_LOG_LEVEL": "4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     }.items():
         os.environ.setdefault(name, value)
@@ -69,13 +74,16 @@ def open_topology(name, num_slices=1):
     try:
         version = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError("the compiler for TPUs, libtpu, is not installed: pip install -e '.[test]' or 'jax[tpu]'; "
-                        "neither needs a TPU") from None
+        raise UserError(
+            "the compiler for TPUs, libtpu, is not installed: pip install -e '.[test]' or 'jax[tpu]'; "
+            "neither needs a TPU"
+        ) from None
     try:
         devices = topologies.get_topology_desc(topology_name=name, platform="tpu", num_slices=num_slices).devices
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"--topology={name} is not one that libtpu {version} has: {_first_line(error)}; known are "
-                        f"{KNOWN}") from error
+        raise UserError(
+            f"--topology={name} is not one that libtpu {version} has: {_first_line(error)}; known are {KNOWN}"
+        ) from error
     return Topology(name, "tpu", devices, int(TPU_MEMORY[chip] * GIB), f"libtpu {version}")
 
 
@@ -105,7 +113,8 @@ def _gpus(name, shape, num_slices):
         device_description_str: "{kind}" """
     try:
         devices = topologies.get_topology_desc(
-            "", "cuda", target_config=target, topology=f"1x{hosts}x{count // hosts}").devices
+            "", "cuda", target_config=target, topology=f"1x{hosts}x{count // hosts}"
+        ).devices
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
         raise UserError(f"--topology={name}: {plugin} cannot compile for it: {_first_line(error)}") from error
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))  # what JAX takes of a GPU
@@ -116,8 +125,9 @@ def _cuda_plugin():
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{name} {importlib.metadata.version(name)}"
-    raise UserError("the compiler for NVIDIA GPUs, JAX's CUDA plugin, is not installed: pip install -e '.[gpu]'; it "
-                    "needs no GPU")
+    raise UserError(
+        "the compiler for NVIDIA GPUs, JAX's CUDA plugin, is not installed: pip install -e '.[gpu]'; it needs no GPU"
+    )
 
 
 def _first_line(error):

@@ -18,6 +18,7 @@ def run(main, required=()):
       main: function of no arguments; its return value, if any, is the exit code.
       required: names of flags that must be given.
     """
+
     def parse(argv):
         try:
             return _parse(argv, required)
@@ -34,8 +35,10 @@ def run(main, required=()):
         except RuntimeError as error:  # JAX's is one; importing JAX here would bring it to every tokenizing worker
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            fail(f"out of memory ({str(error).splitlines()[0]}): lower seq_len or batch_size, raise "
-                 "accumulation_steps, or use more devices; cubit_jax.plan says what fits on TPUs and GPUs")
+            fail(
+                f"out of memory ({str(error).splitlines()[0]}): lower seq_len or batch_size, raise "
+                "accumulation_steps, or use more devices; cubit_jax.plan says what fits on TPUs and GPUs"
+            )
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)
             sys.exit(130)
@@ -49,9 +52,12 @@ def run(main, required=()):
 def define_config():
     """Defines --config, a config file whose fields are flags of their own (`--config.optimizer.learning_rate=1e-3`)."""
     holder = config_flags.DEFINE_config_file(
-        "config", None, "Config file and size, as configs/cubit.py:tiny; sizes are tiny, 125m, 350m and 1p3b. Every "
+        "config",
+        None,
+        "Config file and size, as configs/cubit.py:tiny; sizes are tiny, 125m, 350m and 1p3b. Every "
         "field in configs/base.py is a flag too: --config.num_steps=1000 --config.optimizer.learning_rate=1e-3 "
-        "--config.model.mixers='(\"cubit\",\"attention\")'. They must stand after --config.")
+        '--config.model.mixers=\'("cubit","attention")\'. They must stand after --config.',
+    )
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # --help shows the program's own flags
     return holder
 
@@ -86,8 +92,10 @@ def _parse(argv, required):
             raise UserError(f"--{name} is {'missing' if value is None else 'empty'}: give --{name}=...; see --help")
     if "workdir" in flags.FLAGS and flags.FLAGS.workdir:
         if "://" in flags.FLAGS.workdir:
-            raise UserError(f"--workdir={flags.FLAGS.workdir}: expected a folder; mount the object store (gcsfuse for "
-                            "gs://) or a shared disk, and give the folder where it is mounted")
+            raise UserError(
+                f"--workdir={flags.FLAGS.workdir}: expected a folder; mount the object store (gcsfuse for "
+                "gs://) or a shared disk, and give the folder where it is mounted"
+            )
         flags.FLAGS.workdir = os.path.expanduser(flags.FLAGS.workdir)
     return rest
 
@@ -108,8 +116,10 @@ def _unknown_field(error):
         return f"the config has no field {near[2]!r}: did you mean {near[1]!r}?"
     name = re.findall(r"\w+", str(error))[-1]
     if any(argument.lstrip("-").startswith(f"config.model.options.{name}") for argument in sys.argv):
-        return (f"--config.model.options.{name}: the config given has no such option of a mixer; begin with one that "
-                "has, e.g. --config=configs/cubit.py:tiny, and choose --config.model.mixers")
+        return (
+            f"--config.model.options.{name}: the config given has no such option of a mixer; begin with one that "
+            "has, e.g. --config=configs/cubit.py:tiny, and choose --config.model.mixers"
+        )
     return f"the config has no field {name!r}: configs/base.py lists them all"
 
 

@@ -31,12 +31,21 @@ _ending, _closing = threading.Lock(), threading.Event()
 
 def define_flags():
     """Flags of a program that may be several processes."""
-    flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, the same for all. These three flags are "
-                        "not needed on Cloud TPU, under SLURM (srun), Open MPI or a Kubernetes indexed job.")
+    flags.DEFINE_string(
+        "coordinator_address",
+        None,
+        "HOST:PORT of process 0, the same for all. These three flags are "
+        "not needed on Cloud TPU, under SLURM (srun), Open MPI or a Kubernetes indexed job.",
+    )
     flags.DEFINE_integer("num_processes", None, "How many processes form the run. 1, alone, looks for no others.")
     flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
-    flags.DEFINE_integer("heartbeat_timeout_seconds", 100, "A process that is silent for so long counts as lost, which "
-                         "ends all others; started again they go on from the last checkpoint.", lower_bound=1)
+    flags.DEFINE_integer(
+        "heartbeat_timeout_seconds",
+        100,
+        "A process that is silent for so long counts as lost, which "
+        "ends all others; started again they go on from the last checkpoint.",
+        lower_bound=1,
+    )
 
 
 def run(main, stop_together=False):
@@ -74,8 +83,9 @@ def process_index():
 def require_one_process(program):
     """Raises UserError if the cluster has started this program in several processes."""
     if (cluster := _cluster()) and (cluster[1] or 1) > 1:
-        raise UserError(f"{program} runs in one process, but {cluster[0]} has started several; start it on one host "
-                        "alone")
+        raise UserError(
+            f"{program} runs in one process, but {cluster[0]} has started several; start it on one host alone"
+        )
 
 
 def in_turn(fn, name):
@@ -104,8 +114,9 @@ def from_first(value, name):
 def agree(value, name):
     """Raises UserError if a process has another string than process 0. `name` is unique, and stands in the message."""
     if from_first(value, name) != value:
-        raise UserError(f"process {global_state.process_id} has other {name} than process 0: give all processes the "
-                        "same")
+        raise UserError(
+            f"process {global_state.process_id} has other {name} than process 0: give all processes the same"
+        )
 
 
 def barrier(name):
@@ -135,28 +146,38 @@ def _connect(stop_together):
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     logging.info("waiting for the other processes %s, for %d s at most", where, _CONNECT_WITHIN)
     try:
-        jax.distributed.initialize(**given, initialization_timeout=_CONNECT_WITHIN,
-                                   heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds)
+        jax.distributed.initialize(
+            **given,
+            initialization_timeout=_CONNECT_WITHIN,
+            heartbeat_timeout_seconds=flags.FLAGS.heartbeat_timeout_seconds,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         if isinstance(error, ValueError) and cluster == ("Cloud TPU", None):  # TPUs of one host, as in a notebook
             logging.info("JAX knows of no other hosts: this process is the run")
             return False
-        raise UserError(f"cannot join the other processes {where}: {error}; --num_processes=1 runs without them"
-                        ) from error
+        raise UserError(
+            f"cannot join the other processes {where}: {error}; --num_processes=1 runs without them"
+        ) from error
     if global_state.process_id == 0:
-        logging.info("%d processes; one that is lost ends the others after %d s without a sign of life",
-                     global_state.num_processes, flags.FLAGS.heartbeat_timeout_seconds)
+        logging.info(
+            "%d processes; one that is lost ends the others after %d s without a sign of life",
+            global_state.num_processes,
+            flags.FLAGS.heartbeat_timeout_seconds,
+        )
     else:
         logging.set_verbosity(logging.WARNING)
     return True
 
 
 def _check(coordinator_address, num_processes, process_id):
-    missing = [f"--{name}" for name, value in
-               zip(_FLAGS, (coordinator_address, num_processes, process_id)) if value is None]
+    missing = [
+        f"--{name}" for name, value in zip(_FLAGS, (coordinator_address, num_processes, process_id)) if value is None
+    ]
     if missing:
-        raise UserError(f"{' and '.join(missing)} missing: give --coordinator_address, --num_processes and "
-                        "--process_id together, or none of them")
+        raise UserError(
+            f"{' and '.join(missing)} missing: give --coordinator_address, --num_processes and "
+            "--process_id together, or none of them"
+        )
     if not re.fullmatch(r".+:\d+", coordinator_address):
         raise UserError(f"--coordinator_address={coordinator_address} must be HOST:PORT")
     try:

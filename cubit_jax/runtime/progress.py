@@ -36,5 +36,5 @@ class Progress:
 
 
 def format_seconds(seconds):
-    """"1:02:03" or "2:03"."""
+    """ "1:02:03" or "2:03"."""
     return tqdm.tqdm.format_interval(int(seconds))

@@ -71,9 +71,15 @@ class Checkpoints:
             probe.unlink()
             params, training = _split(state)
             self._unchecked = True
-            self._manager.save(step, force=True, args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params), training=ocp.args.StandardSave(training),
-                data=ocp.args.JsonSave(json.loads(data_state))))
+            self._manager.save(
+                step,
+                force=True,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    training=ocp.args.StandardSave(training),
+                    data=ocp.args.JsonSave(json.loads(data_state)),
+                ),
+            )
         except Exception as error:
             raise self._failed(error) from error
 
@@ -112,8 +118,14 @@ class Checkpoints:
         where = f"checkpoint {self._folder / str(step)}"
         _check_same(where, _metadata(self._manager, step, where, "params"), params)
         _check_same(where, _metadata(self._manager, step, where, "training"), training)
-        restored = _restore(self._manager, step, where, params=ocp.args.StandardRestore(_abstract(params)),
-                            training=ocp.args.StandardRestore(_abstract(training)), data=ocp.args.JsonRestore())
+        restored = _restore(
+            self._manager,
+            step,
+            where,
+            params=ocp.args.StandardRestore(_abstract(params)),
+            training=ocp.args.StandardRestore(_abstract(training)),
+            data=ocp.args.JsonRestore(),
+        )
         return {"params": restored.params, **restored.training}, json.dumps(restored.data).encode()
 
     def _wait(self):
@@ -154,8 +166,9 @@ def load_params(workdir, model, shardings=None):
     if shardings is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: device, shapes)
-    targets = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                           shapes, shardings)
+    targets = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
     restored = _restore(manager, step, where, params=ocp.args.StandardRestore(targets))
     manager.close()
     return restored.params, step
@@ -172,8 +185,10 @@ def differences(saved, expected):
     result += [f"{path} is in the checkpoint only" for path in saved if path not in expected]
     for path, leaf in expected.items():
         if path in saved and (saved[path].shape, saved[path].dtype) != (leaf.shape, leaf.dtype):
-            result.append(f"{path} is {saved[path].dtype}{list(saved[path].shape)} in the checkpoint and "
-                          f"{leaf.dtype}{list(leaf.shape)} in the model")
+            result.append(
+                f"{path} is {saved[path].dtype}{list(saved[path].shape)} in the checkpoint and "
+                f"{leaf.dtype}{list(leaf.shape)} in the model"
+            )
     return result
 
 
@@ -205,8 +220,10 @@ def _damaged(where, error):
 
 
 def _leaves(tree):
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def _split(state):
@@ -222,8 +239,11 @@ def _folder(workdir):
 
 
 def _manager(folder, options):
-    handlers = {"params": ocp.StandardCheckpointHandler(), "training": ocp.StandardCheckpointHandler(),
-                "data": ocp.JsonCheckpointHandler()}
+    handlers = {
+        "params": ocp.StandardCheckpointHandler(),
+        "training": ocp.StandardCheckpointHandler(),
+        "data": ocp.JsonCheckpointHandler(),
+    }
     return ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
 

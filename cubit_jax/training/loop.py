@@ -118,7 +118,8 @@ class Loop:
                 f"stopped at step {step}: the loss or its gradient was not finite in {limit} updates in a row "
                 f"(max_skipped_updates={limit}); "
                 f"{'there is no checkpoint yet' if last is None else f'the last good checkpoint is {last}'}; try a "
-                f"lower optimizer.learning_rate than {self.config.optimizer.learning_rate} in a new workdir")
+                f"lower optimizer.learning_rate than {self.config.optimizer.learning_rate} in a new workdir"
+            )
         result = {"train/loss": float(numbers["loss"]), "skipped_updates": int(numbers["skipped"])}
         for name in ("learning_rate", "gradient_norm", "parameter_norm"):
             result[name] = float(numbers[name])
@@ -139,8 +140,9 @@ class Loop:
             shown["held-out"] = f"{numbers['eval/loss']:.3f}"
         if numbers["skipped_updates"]:
             shown["skipped"] = numbers["skipped_updates"]
-        self._progress.update(step, self._clock.seconds_left(self.config.num_steps - step),
-                              **shown, **{"tokens/s": f"{rate:,.0f}"})
+        self._progress.update(
+            step, self._clock.seconds_left(self.config.num_steps - step), **shown, **{"tokens/s": f"{rate:,.0f}"}
+        )
 
 
 def flatten_diagnostics(values, model_config):

@@ -73,8 +73,9 @@ class TensorBoard:
         with self._named_errors():
             folder.mkdir(parents=True, exist_ok=True)
             self._events = EventsWriter(str(folder / "events"))
-            self._events.write_event(Event(wall_time=time.time(), step=resume_step + 1,
-                                           session_log=SessionLog(status=SessionLog.START)))
+            self._events.write_event(
+                Event(wall_time=time.time(), step=resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+            )
 
     def write(self, step, values):
         with self._named_errors():

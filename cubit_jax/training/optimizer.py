@@ -60,8 +60,10 @@ def decay_mask(params):
     It goes by name, because scanned layers give every norm and per-head scalar a second axis. A tied embedding is one
     leaf and so decays once.
     """
+
     def is_matrix(path, _):
         return path[-1].key in ("kernel", "embedding")
+
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 

@@ -10,8 +10,16 @@ from cubit_jax import partitioning
 from cubit_jax.model import ModelConfig
 from cubit_jax.training import optimizer as optimizer_lib
 
-_AT_LEAST_1 = ("num_steps", "batch_size", "accumulation_steps", "seq_len", "log_every", "checkpoint_every",
-               "keep_checkpoints", "max_skipped_updates")
+_AT_LEAST_1 = (
+    "num_steps",
+    "batch_size",
+    "accumulation_steps",
+    "seq_len",
+    "log_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "max_skipped_updates",
+)
 
 
 def check(config, devices=None):
@@ -29,13 +37,16 @@ def check(config, devices=None):
         if config[name] < 0:
             raise ValueError(f"{name}={config[name]} must be at least 1, or 0 for never")
     if config.profile.first_step < 0 or config.profile.num_steps < 1:
-        raise ValueError(f"profile.first_step={config.profile.first_step} must be at least 1, or 0 for never, and "
-                         f"profile.num_steps={config.profile.num_steps} at least 1")
+        raise ValueError(
+            f"profile.first_step={config.profile.first_step} must be at least 1, or 0 for never, and "
+            f"profile.num_steps={config.profile.num_steps} at least 1"
+        )
     model_config = ModelConfig.from_config(config)
     optimizer_lib.check(config)
     mesh = partitioning.make_mesh(config.mesh, devices)
-    partitioning.check(mesh, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps,
-                       model=model_config)
+    partitioning.check(
+        mesh, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps, model=model_config
+    )
     return model_config, mesh
 
 
@@ -52,8 +63,13 @@ def init_state(model, config):
     tokens = jnp.zeros((1, min(config.seq_len, 8)), jnp.int32)
     params = model.init(jax.random.key(config.seed), tokens)["params"]
     # Separate arrays: a donated state may not hold one buffer twice.
-    return {"params": params, "opt_state": optimizer_lib.make_optimizer(config).init(_at_least_float32(params)),
-            "step": jnp.int32(0), "skipped": jnp.int32(0), "skipped_in_a_row": jnp.int32(0)}
+    return {
+        "params": params,
+        "opt_state": optimizer_lib.make_optimizer(config).init(_at_least_float32(params)),
+        "step": jnp.int32(0),
+        "skipped": jnp.int32(0),
+        "skipped_in_a_row": jnp.int32(0),
+    }
 
 
 def state_shapes(model, config, mesh):
@@ -63,8 +79,9 @@ def state_shapes(model, config, mesh):
     """
     shapes = jax.eval_shape(lambda: init_state(model, config))
     shardings = partitioning.state_shardings(mesh, shapes)
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-                        shapes, shardings), shardings
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    ), shardings
 
 
 def make_state(model, config, shardings):
@@ -104,10 +121,17 @@ def make_train_step(model, config, shardings=None):
 
         def gradients(index, rows):
             """The part of the mean loss that `rows` are responsible for, and its gradient."""
+
             def loss(params):
-                nll, _ = model.apply({"params": params}, rows, deterministic=config.model.dropout == 0, method="loss",
-                                     rngs={"dropout": jax.random.fold_in(dropout, index)})
+                nll, _ = model.apply(
+                    {"params": params},
+                    rows,
+                    deterministic=config.model.dropout == 0,
+                    method="loss",
+                    rngs={"dropout": jax.random.fold_in(dropout, index)},
+                )
                 return nll / jnp.maximum(total, 1.0)
+
             loss, grads = jax.value_and_grad(loss)(params)
             return loss, like_params(_at_least_float32(grads))
 
@@ -121,13 +145,22 @@ def make_train_step(model, config, shardings=None):
             return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
         bad = jnp.int32(~good)
-        new_state = {"params": keep(new_params, params), "opt_state": keep(new_opt_state, opt_state),
-                     "step": state["step"] + 1, "skipped": state["skipped"] + bad,
-                     "skipped_in_a_row": (state["skipped_in_a_row"] + 1) * bad}
+        new_state = {
+            "params": keep(new_params, params),
+            "opt_state": keep(new_opt_state, opt_state),
+            "step": state["step"] + 1,
+            "skipped": state["skipped"] + bad,
+            "skipped_in_a_row": (state["skipped_in_a_row"] + 1) * bad,
+        }
         metrics = {
-            "loss": loss, "gradient_norm": gradient_norm, "parameter_norm": optax.tree.norm(new_state["params"]),
+            "loss": loss,
+            "gradient_norm": gradient_norm,
+            "parameter_norm": optax.tree.norm(new_state["params"]),
             "learning_rate": optimizer_lib.learning_rate(config, optimizer_lib.update_count(opt_state)),
-            "tokens": total, "skipped": new_state["skipped"], "skipped_in_a_row": new_state["skipped_in_a_row"]}
+            "tokens": total,
+            "skipped": new_state["skipped"],
+            "skipped_in_a_row": new_state["skipped_in_a_row"],
+        }
         return new_state, metrics
 
     return train_step
@@ -146,21 +179,27 @@ def compile_train_step(model, config, state, shardings, batch_sharding):
     """
     shape = (config.batch_size, config.seq_len)
     ints = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), jnp.int32)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
-             for name, dtype in {**ints, "weights": jnp.float32}.items()}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
+        for name, dtype in {**ints, "weights": jnp.float32}.items()
+    }
     step = jax.jit(make_train_step(model, config, shardings), donate_argnums=0, out_shardings=(shardings, None))
     return step.lower(state, batch).compile()
 
 
 def make_diagnostics(model):
     """The function (params, batch) -> {name: array [layers, ...]} of what the layers record on one row of the batch."""
+
     def diagnostics(params, batch):
         row = {name: array[:1] for name, array in batch.items()}
         _, collections = model.apply({"params": params}, row, method="loss", mutable=["diagnostics"])
         leaves = jax.tree_util.tree_leaves_with_path(collections.get("diagnostics", {}))
         # Whole on every device, so that every process can read them.
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): partitioning.constrain(leaf, "N" * leaf.ndim)
-                for path, leaf in leaves}
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): partitioning.constrain(leaf, "N" * leaf.ndim)
+            for path, leaf in leaves
+        }
+
     return jax.jit(diagnostics)
 
 
@@ -177,8 +216,10 @@ def _accumulate(gradients, batch, count):
         return jax.tree.map(jnp.add, total, gradients(*micro_batch)), None
 
     micro_batches = (jnp.arange(count), jax.tree.map(split, batch))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-                         jax.eval_shape(gradients, *jax.tree.map(lambda leaf: leaf[0], micro_batches)))
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        jax.eval_shape(gradients, *jax.tree.map(lambda leaf: leaf[0], micro_batches)),
+    )
     return jax.lax.scan(step, zeros, micro_batches)[0]
 
 

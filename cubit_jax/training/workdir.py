@@ -19,9 +19,24 @@ from cubit_jax.runtime.files import write_atomically
 # What may differ when a run goes on: how fast it runs, what it costs and how often it reports, not what is learned.
 # num_steps may be raised to go on longer; the learning rate then follows the schedule of the new length. Where the data
 # lies may change because corpus.json says what is in it.
-MAY_CHANGE = ("num_steps", "accumulation_steps", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints",
-              "diagnostics_every", "max_skipped_updates", "model.remat", "model.implementation", "data.num_workers",
-              "data.path", "data.heldout_path", "data.tokenizer", "mesh", "profile")
+MAY_CHANGE = (
+    "num_steps",
+    "accumulation_steps",
+    "log_every",
+    "eval_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "diagnostics_every",
+    "max_skipped_updates",
+    "model.remat",
+    "model.implementation",
+    "data.num_workers",
+    "data.path",
+    "data.heldout_path",
+    "data.tokenizer",
+    "mesh",
+    "profile",
+)
 _SEEN_WITHIN = 60  # seconds until a file that process 0 has written must be seen by all; network file systems cache
 
 
@@ -60,11 +75,15 @@ def check_config(workdir, config):
     if not has_begun(workdir):
         return
     if read_corpus(workdir) is None:
-        raise UserError(f"{workdir} has checkpoints but no corpus.json, which says what they learned from: put it "
-                        "back, or use a new workdir")
+        raise UserError(
+            f"{workdir} has checkpoints but no corpus.json, which says what they learned from: put it "
+            "back, or use a new workdir"
+        )
     if fields := _differences(_flatten(read_config(workdir)), _flatten(config), _may_change):
-        raise UserError(f"{workdir} holds a run of another config; these fields differ: {fields}; "
-                        "use another --workdir, or the values it was started with")
+        raise UserError(
+            f"{workdir} holds a run of another config; these fields differ: {fields}; "
+            "use another --workdir, or the values it was started with"
+        )
 
 
 def check_processes(config):
@@ -92,15 +111,18 @@ def lock(workdir):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+")  # noqa: SIM115 (open for as long as the lock is held)
     except OSError as error:
-        raise UserError(f"cannot use --workdir={workdir}: {error.strerror}; give a folder that can be "
-                        "written") from error
+        raise UserError(
+            f"cannot use --workdir={workdir}: {error.strerror}; give a folder that can be written"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise UserError(f"another trainer is at work in {workdir} ({file.read().strip() or 'it has just begun'}); "
-                            "stop it or use another --workdir") from None
+            raise UserError(
+                f"another trainer is at work in {workdir} ({file.read().strip() or 'it has just begun'}); "
+                "stop it or use another --workdir"
+            ) from None
         except OSError as error:
             logging.warning("two trainers at once would go unnoticed: %s cannot be locked (%s)", path, error.strerror)
         try:
@@ -121,8 +143,10 @@ def _await(path, content):
     deadline = time.monotonic() + _SEEN_WITHIN
     while not path.exists() or path.read_text() != content:
         if time.monotonic() > deadline:
-            raise UserError(f"process {distributed.process_index()} does not see in {path.parent} what process 0 has "
-                            "written there: the workdir must be on a file system that all hosts share")
+            raise UserError(
+                f"process {distributed.process_index()} does not see in {path.parent} what process 0 has "
+                "written there: the workdir must be on a file system that all hosts share"
+            )
         time.sleep(0.1)
 
 
@@ -150,9 +174,11 @@ def _now():
 
 
 def _differences(there, here, leave_out=lambda name: False):
-    return ", ".join(f"{name} ({there.get(name)!r} there, {here.get(name)!r} here)"
-                     for name in sorted(there.keys() | here.keys())
-                     if there.get(name) != here.get(name) and not leave_out(name))
+    return ", ".join(
+        f"{name} ({there.get(name)!r} there, {here.get(name)!r} here)"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name) and not leave_out(name)
+    )
 
 
 def write_config(workdir, config):
@@ -176,8 +202,9 @@ def check_corpus(workdir, corpus):
     there = read_corpus(workdir) or {}
     for name, value in corpus.items():
         if name in there and there[name] != value:
-            raise UserError(f"the {name} changed since the run in {workdir} began; put the same back, or train in "
-                            "a new workdir")
+            raise UserError(
+                f"the {name} changed since the run in {workdir} began; put the same back, or train in a new workdir"
+            )
 
 
 def write_corpus(workdir, corpus):

@@ -38,8 +38,9 @@ DOCUMENTS = [" ".join([str(i)] * n) for i, n in enumerate(LENGTHS)]
 
 def _batches(documents=DOCUMENTS, seq_len=32, batch_size=4, seed=0, shuffle_rows=1, **options):
     """Rows in the order of the stream, unless shuffle_rows says otherwise."""
-    return train_batches(documents, TOKENIZER, seq_len=seq_len, batch_size=batch_size, seed=seed,
-                         shuffle_rows=shuffle_rows, **options)
+    return train_batches(
+        documents, TOKENIZER, seq_len=seq_len, batch_size=batch_size, seed=seed, shuffle_rows=shuffle_rows, **options
+    )
 
 
 def _take(batches, count):
@@ -55,10 +56,16 @@ def _pieces(batches):
     """Runs of inputs and targets, one a segment, checking what holds for every row."""
     for batch in batches:
         assert {name: a.dtype.name for name, a in batch.items()} == {
-            "tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "weights": "float32"}
+            "tokens": "int32",
+            "targets": "int32",
+            "segment_ids": "int32",
+            "positions": "int32",
+            "weights": "float32",
+        }
         for row in range(len(batch["tokens"])):
             tokens, targets, segments, positions, weights = (
-                batch[name][row] for name in ("tokens", "targets", "segment_ids", "positions", "weights"))
+                batch[name][row] for name in ("tokens", "targets", "segment_ids", "positions", "weights")
+            )
             np.testing.assert_array_equal(weights, segments > 0)
             assert list(np.unique(segments[segments > 0])) == list(range(1, segments.max() + 1))
             for segment in range(1, segments.max() + 1):
@@ -137,9 +144,70 @@ def test_example_order_is_pinned():  # H16
 
 
 GOLDEN_ORDER = [
-    96, 77, 31, 79, 9, 70, 28, 83, 66, 41, 71, 15, 23, 38, 5, 4, 1, 57, 0, 64, 99, 54, 50, 12, 95, 26, 17, 29,
-    63, 35, 44, 13, 53, 10, 61, 39, 78, 84, 81, 18, 80, 3, 47, 60, 97, 43, 48, 2, 7, 72, 98, 24, 74, 11, 16, 94,
-    45, 40, 20, 69, 42, 58, 65, 68,
+    96,
+    77,
+    31,
+    79,
+    9,
+    70,
+    28,
+    83,
+    66,
+    41,
+    71,
+    15,
+    23,
+    38,
+    5,
+    4,
+    1,
+    57,
+    0,
+    64,
+    99,
+    54,
+    50,
+    12,
+    95,
+    26,
+    17,
+    29,
+    63,
+    35,
+    44,
+    13,
+    53,
+    10,
+    61,
+    39,
+    78,
+    84,
+    81,
+    18,
+    80,
+    3,
+    47,
+    60,
+    97,
+    43,
+    48,
+    2,
+    7,
+    72,
+    98,
+    24,
+    74,
+    11,
+    16,
+    94,
+    45,
+    40,
+    20,
+    69,
+    42,
+    58,
+    65,
+    68,
 ]
 
 
@@ -294,8 +362,12 @@ def test_prepared_epochs_predict_every_target_once():
 
 def test_prepared_goes_on_with_other_processes_and_batch_sizes():  # H19
     def tokens(count, processes, batch_size, state):
-        parts = [PreparedBatches(STREAM, END, seq_len=32, batch_size=batch_size, seed=0, process_index=i,
-                                 process_count=processes) for i in range(processes)]
+        parts = [
+            PreparedBatches(
+                STREAM, END, seq_len=32, batch_size=batch_size, seed=0, process_index=i, process_count=processes
+            )
+            for i in range(processes)
+        ]
         for part in parts:
             part.set_state(state)
         rows = [next(part)["tokens"] for _ in range(count) for part in parts]
@@ -314,7 +386,7 @@ def test_prepared_goes_on_with_other_processes_and_batch_sizes():  # H19
         _batches(STREAM[: (len(STREAM) - 1) // 2 + 1], seq_len=16).set_state(start)
 
 
-KILLED = '''
+KILLED = """
 import multiprocessing, sys
 from cubit_jax.data import train_batches
 from cubit_jax.data.tokenizer import train_tokenizer
@@ -323,15 +395,20 @@ if __name__ == "__main__":
     next(batches)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
     sys.stdin.read()
-'''
+"""
 
 
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_no_worker_outlives_its_parent(tmp_path, end):
     (tmp_path / "script.py").write_text(KILLED)
     parent = subprocess.Popen(
-        [sys.executable, tmp_path / "script.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, text=True)
+        [sys.executable, tmp_path / "script.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        text=True,
+    )
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(workers) == 1 and _alive(workers[0])
     if end == "kill":

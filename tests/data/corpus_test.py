@@ -15,8 +15,14 @@ from cubit_jax.runtime.errors import UserError
 
 
 def _data(**changes):
-    fields = {"source": "files", "path": None, "heldout_path": None, "heldout_fraction": 0.2, "text_field": "text",
-              "tokenizer": None}
+    fields = {
+        "source": "files",
+        "path": None,
+        "heldout_path": None,
+        "heldout_fraction": 0.2,
+        "text_field": "text",
+        "tokenizer": None,
+    }
     return types.SimpleNamespace(**fields | changes)
 
 
@@ -135,12 +141,20 @@ def test_prepared_data_is_the_same_data(tmp_path, texts):
     np.testing.assert_array_equal(prepared.heldout, token_stream(corpus.heldout, tokenizer))
     assert prepared.heldout_bytes == corpus.heldout_bytes == metadata["heldout"]["bytes"]
     options = {"seq_len": 16, "batch_size": 4}
-    for a, b in zip(heldout_batches(prepared.heldout, tokenizer, **options),
-                    heldout_batches(corpus.heldout, tokenizer, **options), strict=True):
+    for a, b in zip(
+        heldout_batches(prepared.heldout, tokenizer, **options),
+        heldout_batches(corpus.heldout, tokenizer, **options),
+        strict=True,
+    ):
         assert all((a[name] == b[name]).all() for name in a)
     batch = next(train_batches(prepared.train, tokenizer, seed=0, **options))
     assert {name: array.dtype.name for name, array in batch.items()} == {
-        "tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "weights": "float32"}
+        "tokens": "int32",
+        "targets": "int32",
+        "segment_ids": "int32",
+        "positions": "int32",
+        "weights": "float32",
+    }
     assert "document" in tokenizer.decode(batch["tokens"][0])
     assert not (tmp_path / "work").exists()
 

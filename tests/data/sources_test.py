@@ -198,7 +198,7 @@ def test_what_is_no_tfds_directory_is_named_without_a_network(tmp_path, monkeypa
     assert f"cannot read the TFDS data set {directory}" in _error(sources.open_tfds, directory, "text")
 
 
-TFDS_WRITER = '''
+TFDS_WRITER = """
 import pathlib, sys
 import numpy
 import tensorflow_datasets as tfds
@@ -223,9 +223,9 @@ for name, splits in (("both", both), ("one", {"train": train}), ("none", {"test"
 info = pathlib.Path(sys.argv[1], "old", "1.0.0", "dataset_info.json")
 info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
 assert "tensorflow" not in sys.modules
-'''
+"""
 
-TFDS_READER = '''
+TFDS_READER = """
 import socket, sys, types
 sys.modules["tensorflow"] = None  # importing it raises ImportError
 def refuse(*_):
@@ -272,15 +272,20 @@ if __name__ == "__main__":
     resumed.close()
     assert sys.modules.get("tensorflow") is None
     print("read and resumed")
-'''
+"""
 
 
 def test_tfds_directory_is_written_read_and_resumed_without_tensorflow(tmp_path):  # H18
     for name, script in (("write.py", TFDS_WRITER), ("read.py", TFDS_READER)):
         (tmp_path / name).write_text(script)
-        result = subprocess.run([sys.executable, tmp_path / name, tmp_path / "data"], capture_output=True, text=True,
-                                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, timeout=120,
-                                check=False)
+        result = subprocess.run(
+            [sys.executable, tmp_path / name, tmp_path / "data"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            timeout=120,
+            check=False,
+        )
         assert result.returncode == 0, result.stderr
     assert "read and resumed" in result.stdout
 

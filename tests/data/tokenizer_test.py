@@ -12,8 +12,17 @@ from cubit_jax.data.tokenizer import check_vocabulary, load_tokenizer, train_tok
 from cubit_jax.runtime.errors import UserError
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n\n\nprint('the {i}th')\n" for i in range(60)]
-HARD = ["", " ", "\r\n\t", "e\u0301 日本語 😀", "\x00\x7f\ufeff", "a<|endoftext|>b", "<|endoftext|>" * 3, "x" * 1000,
-        "l1\nl2\n\n l3 \nl4"]
+HARD = [
+    "",
+    " ",
+    "\r\n\t",
+    "e\u0301 日本語 😀",
+    "\x00\x7f\ufeff",
+    "a<|endoftext|>b",
+    "<|endoftext|>" * 3,
+    "x" * 1000,
+    "l1\nl2\n\n l3 \nl4",
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,13 @@ TINY = measure.Shape(1, 24, 2, 8, "float32")
 
 
 def run(module, *arguments):
-    return subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"XLA_FLAGS": ""})
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
 
 
 def test_flops():
@@ -39,7 +44,8 @@ def test_flops():
 @pytest.mark.parametrize("op", ["kernel_solve", "cubit_mixer"])
 def test_group(op):
     cases = measure.run_group(
-        (op, "attention"), ("xla",), measure.PASSES, TINY, rounds=3, check_rows=16, matrix_size=32, seconds=0.0)
+        (op, "attention"), ("xla",), measure.PASSES, TINY, rounds=3, check_rows=16, matrix_size=32, seconds=0.0
+    )
     records = measure.finish(cases)
     assert [record["op"] for record in records] == [op] * 2 + ["attention"] * 2 + ["matrix product"]
     for record in records:
@@ -97,8 +103,17 @@ def test_half_precision_reference_sees_rounded_inputs():
 
 
 def test_program_writes_its_files(tmp_path):
-    done = run("experiments.benchmark", "--ops=attention", "--lengths=16,32", "--passes=forward", "--num_heads=1",
-               "--head_dim=8", "--rounds=2", "--matrix_size=16", f"--output={tmp_path}/out")
+    done = run(
+        "experiments.benchmark",
+        "--ops=attention",
+        "--lengths=16,32",
+        "--passes=forward",
+        "--num_heads=1",
+        "--head_dim=8",
+        "--rounds=2",
+        "--matrix_size=16",
+        f"--output={tmp_path}/out",
+    )
     assert done.returncode == 0, done.stderr
     assert "attention" in done.stdout
     report = json.loads((tmp_path / "out.json").read_text())
@@ -129,7 +144,8 @@ def test_gpu_script_runs_on_a_cpu(tmp_path):
     assert set(report["stages"]) == {"first", "fla"}
     # Without torch nothing is compared, and the script says so.
     assert ("fla: " in done.stdout and "not run: No module named" in done.stdout) == bool(
-        report["stages"]["fla"]["results"])
+        report["stages"]["fla"]["results"]
+    )
 
 
 def test_gpu_script_stops_a_stage():

@@ -15,8 +15,12 @@ def test_every_layer_is_timed():
 
 
 def test_ratios():
-    results = {"attention": ([2.0, 2.0, 2.0], 2**20), "lowrank T=1": ([1.0, 1.0, 1.0], 0),
-               "lowrank T=2": ([3.0, 3.0, 3.0], 0), "diagonal T=2": ([8.0, 8.0, 8.0], 0)}
+    results = {
+        "attention": ([2.0, 2.0, 2.0], 2**20),
+        "lowrank T=1": ([1.0, 1.0, 1.0], 0),
+        "lowrank T=2": ([3.0, 3.0, 3.0], 0),
+        "diagonal T=2": ([8.0, 8.0, 8.0], 0),
+    }
     rows = {row["layer"]: row for row in cem_speed.table(results)}
     assert [rows[name]["of_attention"] for name in results] == pytest.approx([1, 0.5, 1.5, 4])
     assert [rows[name]["of_first"] for name in results] == [None, 1, 3, 1]

@@ -99,13 +99,16 @@ def test_energies_of_a_user_pass():
     assert not measured(weighted, weighted_step, params).failures
 
 
-@pytest.mark.parametrize("energy, step, what", (
-    (weighted, wrong_step, ["update"]),
-    (reads_the_future, None, ["leak"]),
-    (reads_other_states, None, ["leak"]),
-    (steep, None, ["small_step"]),
-    (with_a_wrong_derivative, None, ["gradient"]),
-))
+@pytest.mark.parametrize(
+    "energy, step, what",
+    (
+        (weighted, wrong_step, ["update"]),
+        (reads_the_future, None, ["leak"]),
+        (reads_other_states, None, ["leak"]),
+        (steep, None, ["small_step"]),
+        (with_a_wrong_derivative, None, ["gradient"]),
+    ),
+)
 def test_what_is_wrong_is_named(energy, step, what):
     params = weights(jax.random.key(0), energy_checks.MODEL_DIM) if step else ()
     assert measured(energy, step, params).failures == what
@@ -119,16 +122,21 @@ def test_numbers_that_are_not_finite_are_off():
 def test_flags_name_functions(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_energies.py").write_text(
         "import jax.numpy as jnp\nconstant = 3\ndef energy(x, h):\n    return -jnp.sum(x * jnp.cumsum(h, 1), -1)\n"
-        "def step(x, h):\n    return jnp.cumsum(h, 1)\ndef flat(x, h):\n    return jnp.sum(x)\n")
+        "def step(x, h):\n    return jnp.cumsum(h, 1)\ndef flat(x, h):\n    return jnp.sum(x)\n"
+    )
     (tmp_path / "broken.py").write_text("def energy(x, h):\n    return (\n")
     monkeypatch.chdir(tmp_path)
     cases = list(check_energies.user_cases("my_energies:energy", "my_energies:step", None, 0))
     assert [case.name[3] for case in cases] == ["1", "2", "4"]
     assert check_energies.report(cases[:1], seed=0) == 0
-    for path, message in {"my_energies": "give MODULE:FUNCTION", "my_energies:nothing": "has no attribute 'nothing'",
-                          "no_such:energy": "No module named 'no_such'",
-                          "broken:energy": r"was never closed \(broken.py, line 2\)",
-                          "my_energies:constant": "not a function", "my_energies:flat": r"gives shape \(\)"}.items():
+    for path, message in {
+        "my_energies": "give MODULE:FUNCTION",
+        "my_energies:nothing": "has no attribute 'nothing'",
+        "no_such:energy": "No module named 'no_such'",
+        "broken:energy": r"was never closed \(broken.py, line 2\)",
+        "my_energies:constant": "not a function",
+        "my_energies:flat": r"gives shape \(\)",
+    }.items():
         with pytest.raises(UserError, match=message):
             check_energies.user_cases(path, None, None, 0)
     with pytest.raises(UserError, match="fails for x, h and 1 parameters"):

@@ -50,8 +50,14 @@ def test_conclusion_says_what_the_intervals_allow():
 
 @pytest.fixture
 def small(monkeypatch):
-    for name, value in {"NUM_POINTS": 8, "NUM_LAYERS": 1, "MODEL_DIM": 8, "MLP_DIM": 12, "NUM_HEADS": 2,
-                        "HEAD_DIM": 4}.items():
+    for name, value in {
+        "NUM_POINTS": 8,
+        "NUM_LAYERS": 1,
+        "MODEL_DIM": 8,
+        "MLP_DIM": 12,
+        "NUM_HEADS": 2,
+        "HEAD_DIM": 4,
+    }.items():
         monkeypatch.setattr(gp_regression, name, value)
 
 

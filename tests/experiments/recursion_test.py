@@ -20,8 +20,9 @@ def run(tmp_path_factory):
         (folder / f"{name}.txt").write_text(f"document {name} says hello {name * 7} times\n" * 3)
     config = cem.get_config("tiny,steps=2")
     config.data.update({"source": "files", "path": str(folder / "*.txt"), "heldout_fraction": 0.3})
-    config.model.update({"vocab_size": 300, "num_layers": 1, "model_dim": 16, "num_heads": 2, "head_dim": 8,
-                         "mlp_dim": 16})
+    config.model.update(
+        {"vocab_size": 300, "num_layers": 1, "model_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
+    )
     config.seq_len = 32
     workdir.write_config(folder, config)
     data.open_tokenizer(config.data, data.open_corpus(config.data, folder), folder, config.model.vocab_size)

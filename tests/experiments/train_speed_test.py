@@ -9,7 +9,7 @@ from experiments import train_speed
 
 def test_every_config_is_timed(micro_config):
     config = micro_config("cem", **{"model.implementation": "reference"})
-    (parameters, tokens, times), = train_speed.measure({"cem": config}, rounds=2).values()
+    ((parameters, tokens, times),) = train_speed.measure({"cem": config}, rounds=2).values()
     assert parameters == expected_parameters(ModelConfig.from_config(config))
     assert tokens == 8 * 32 and len(times) == 2 and min(times) > 0
 

@@ -37,10 +37,14 @@ def test_attention_against_the_reference_arrays(steps, dtype, golden, error):
     heads, head_dim, _ = case["wq"].shape
     with jax.enable_x64(dtype == "float64"):
         for name, options in ATTENTION.items():
-            layer = CEMAttention(heads, head_dim, int(case["window"]), dtype=dtype, param_dtype=dtype,
-                                 num_recursions=steps, **options)
-            params = {"q_proj": {"kernel": np.moveaxis(case["wq"], 2, 0)}, "step_size": case["eta"],
-                      "k_proj": {"kernel": np.moveaxis(case["wk"], 2, 0)}} | preconditioner_of(case, options)
+            layer = CEMAttention(
+                heads, head_dim, int(case["window"]), dtype=dtype, param_dtype=dtype, num_recursions=steps, **options
+            )
+            params = {
+                "q_proj": {"kernel": np.moveaxis(case["wq"], 2, 0)},
+                "step_size": case["eta"],
+                "k_proj": {"kernel": np.moveaxis(case["wk"], 2, 0)},
+            } | preconditioner_of(case, options)
             if options["interaction"] != "lowrank":
                 params["diag"] = case["shared_diag" if name == "shareddiag" else "diag"]
             params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
@@ -57,10 +61,19 @@ def test_mlp_against_the_reference_arrays(steps, dtype, golden, error):
     with jax.enable_x64(dtype == "float64"):
         for activation in ("silu", "gelu", "relu"):
             for name, options in MLP.items():
-                layer = CEMMLP(case["w_up"].shape[0], dtype=dtype, param_dtype=dtype, num_recursions=steps,
-                               activation=activation, **options)
-                params = {"up_proj": {"kernel": case["w_up"].T}, "gate_proj": {"kernel": case["w_gate"].T},
-                          "step_size": case["eta"]} | preconditioner_of(case, options)
+                layer = CEMMLP(
+                    case["w_up"].shape[0],
+                    dtype=dtype,
+                    param_dtype=dtype,
+                    num_recursions=steps,
+                    activation=activation,
+                    **options,
+                )
+                params = {
+                    "up_proj": {"kernel": case["w_up"].T},
+                    "gate_proj": {"kernel": case["w_gate"].T},
+                    "step_size": case["eta"],
+                } | preconditioner_of(case, options)
                 params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
                 update = jax.jit(layer.apply)({"params": params}, jnp.asarray(case["h"], dtype))
                 assert error(update, case[f"update_{activation}_{name}_T{steps}"]) < LIMITS[dtype], (activation, name)
@@ -83,8 +96,9 @@ def make(kind, dtype="float32", **options):
 def energy_of(layer, params, h, **arguments):
     kernel = {name: value["kernel"] for name, value in params.items() if isinstance(value, dict)}
     if isinstance(layer, CEMAttention):
-        return lambda x: ops.interaction_energy(x, h, kernel["q_proj"], kernel["k_proj"], params.get("diag"),
-                                                positions=jnp.arange(h.shape[1]), **arguments)
+        return lambda x: ops.interaction_energy(
+            x, h, kernel["q_proj"], kernel["k_proj"], params.get("diag"), positions=jnp.arange(h.shape[1]), **arguments
+        )
     return lambda x: ops.elementwise_energy(x, h, kernel["up_proj"], kernel["gate_proj"], activation=layer.activation)
 
 
@@ -120,8 +134,11 @@ def test_update_and_every_gradient_are_those_of_the_energy(kind, options, error)
         expected_names = {"attention": {"q_proj", "k_proj"}, "mlp": {"up_proj", "gate_proj"}}[kind]
         expected_names |= {"step_size"} if options.get("learn_step_size", True) else set()
         expected_names |= {"diag"} if options.get("interaction", "lowrank") != "lowrank" else set()
-        expected_names |= {"none": set(), "diagonal": {"precond_d"},
-                           "diagonal_lowrank": {"precond_d", "precond_u", "precond_v"}}[layer.preconditioner]
+        expected_names |= {
+            "none": set(),
+            "diagonal": {"precond_d"},
+            "diagonal_lowrank": {"precond_d", "precond_u", "precond_v"},
+        }[layer.preconditioner]
         assert set(params) == expected_names
         cotangent = jax.random.normal(jax.random.key(3), x.shape)
 
@@ -129,14 +146,16 @@ def test_update_and_every_gradient_are_those_of_the_energy(kind, options, error)
             def loss(params, x):
                 update = apply(params, x)
                 return jnp.sum(update * cotangent), update
+
             return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
         (_, update), actual = losses(lambda params, x: layer.apply({"params": params}, x))(params, x)
         (_, expected_update), expected = losses(functools.partial(reference, layer))(params, x)
         assert error(update, expected_update) < 1e-12
         for path, gradient in jax.tree_util.tree_leaves_with_path(actual):
-            other = functools.reduce(lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))], path,
-                                     expected)
+            other = functools.reduce(
+                lambda tree, key: tree[getattr(key, "key", getattr(key, "idx", None))], path, expected
+            )
             assert error(gradient, other) < 1e-11, path
             assert jnp.max(jnp.abs(gradient)) > 1e-3, path
 
@@ -178,8 +197,19 @@ def test_initial_step_size_is_one_over_the_recursions():
 
 @pytest.mark.parametrize("recursions", (1, 8, 64))
 def test_deep_recursion_stays_bounded_at_initialization(recursions):  # H14
-    config = ModelConfig(vocab_size=50, num_layers=3, model_dim=64, num_heads=4, head_dim=16, mlp_dim=160, seq_len=32,
-                         mixers=("cem",), mlp="cem", scan_layers=False, options={"num_recursions": recursions})
+    config = ModelConfig(
+        vocab_size=50,
+        num_layers=3,
+        model_dim=64,
+        num_heads=4,
+        head_dim=16,
+        mlp_dim=160,
+        seq_len=32,
+        mixers=("cem",),
+        mlp="cem",
+        scan_layers=False,
+        options={"num_recursions": recursions},
+    )
     model = LanguageModel(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, 50)
     params = jax.jit(model.init)(jax.random.key(1), tokens)
@@ -192,8 +222,10 @@ def test_deep_recursion_stays_bounded_at_initialization(recursions):  # H14
     assert jnp.isfinite(value)
     rms = [float(jnp.sqrt(jnp.mean(jnp.square(seen[f"layer_{i}"]["__call__"][0][0])))) for i in range(3)]
     assert max(rms) < 30, rms
-    norms = [float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients["params"][f"layer_{i}"]))))
-             for i in range(3)]
+    norms = [
+        float(jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients["params"][f"layer_{i}"]))))
+        for i in range(3)
+    ]
     assert np.isfinite(norms).all() and min(norms) > 0
     ratios = [a / b for a, b in itertools.pairwise(norms)]
     assert max(ratios) < 10 and min(ratios) > 0.1, ratios
@@ -253,9 +285,14 @@ def test_cache_holds_keys_and_the_input_where_a_diagonal_reads_it():
         CEMAttention(H, K).init_cache(2, 7, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("options", (
-    {"interaction": "lowrank", "num_recursions": 3}, {"interaction": "diagonal", "num_recursions": 2},
-    {"interaction": "shared_diagonal", "num_recursions": 2, "preconditioner": "diagonal_lowrank"}))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"interaction": "lowrank", "num_recursions": 3},
+        {"interaction": "diagonal", "num_recursions": 2},
+        {"interaction": "shared_diagonal", "num_recursions": 2, "preconditioner": "diagonal_lowrank"},
+    ),
+)
 def test_decoding_in_pieces_is_the_full_pass(options, error):
     layer, params, x = make("attention", window=9, **options)
     apply = jax.jit(functools.partial(layer.apply, {"params": params}), static_argnames="prefill")
@@ -269,14 +306,17 @@ def test_decoding_in_pieces_is_the_full_pass(options, error):
     assert error(jnp.concatenate(pieces, axis=1), full) < 1e-5
 
 
-@pytest.mark.parametrize("layer, message", (
-    (lambda: CEMAttention(H, K, interaction="low_rank"), "interaction='low_rank' must be one of lowrank, diagonal"),
-    (lambda: CEMMLP(F, preconditioner="full"), "preconditioner='full' must be one of none, diagonal"),
-    (lambda: CEMMLP(F, activation="swish"), "activation='swish' must be one of silu, gelu, relu"),
-    (lambda: CEMMLP(F, num_recursions=-1), "num_recursions=-1 must be at least 0"),
-    (lambda: CEMMLP(F, learn_step_size=False), "step_size=None must be a number"),
-    (lambda: CEMMLP(F, precondition_rank=0), "precondition_rank=0 must be at least 1"),
-))
+@pytest.mark.parametrize(
+    "layer, message",
+    (
+        (lambda: CEMAttention(H, K, interaction="low_rank"), "interaction='low_rank' must be one of lowrank, diagonal"),
+        (lambda: CEMMLP(F, preconditioner="full"), "preconditioner='full' must be one of none, diagonal"),
+        (lambda: CEMMLP(F, activation="swish"), "activation='swish' must be one of silu, gelu, relu"),
+        (lambda: CEMMLP(F, num_recursions=-1), "num_recursions=-1 must be at least 0"),
+        (lambda: CEMMLP(F, learn_step_size=False), "step_size=None must be a number"),
+        (lambda: CEMMLP(F, precondition_rank=0), "precondition_rank=0 must be at least 1"),
+    ),
+)
 def test_bad_options_are_named(layer, message):
     with pytest.raises(ValueError, match=message):
         layer()

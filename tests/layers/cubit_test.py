@@ -13,8 +13,12 @@ from cubit_jax.layers import CubitMixer
 pytestmark = pytest.mark.xdist_group("cubit")  # they share dense gradients
 CASES = [f"cubit_mixer_{i}" for i in range(5)]
 NAMES = {"q_proj": "w_q", "k_proj": "w_k", "v_proj": "w_v", "r_proj": "w_r", "o_proj": "w_o", "lrr_proj": "w_lrr"}
-PER_HEAD = {"reference_scale": "w_reference_scale", "log_ridge": "w_log_ridge", "lrr_low": "w_lrr_low",
-            "lrr_range": "w_lrr_range"}
+PER_HEAD = {
+    "reference_scale": "w_reference_scale",
+    "log_ridge": "w_log_ridge",
+    "lrr_low": "w_lrr_low",
+    "lrr_range": "w_lrr_range",
+}
 VARIANTS = {"output": {}, "output_no_lrr": {"lrr": False}, "output_shared_reference": {"reference": "shared"}}
 
 
@@ -31,8 +35,9 @@ def parameters(case, options, dtype):
 def mixer(case, options, dtype, implementation):
     _, num_heads, head_dim = case["w_q"].shape
     window = int(case["window"]) if "window" in case else None
-    return CubitMixer(num_heads, head_dim, window, dtype=dtype, param_dtype=dtype, implementation=implementation,
-                      **options)
+    return CubitMixer(
+        num_heads, head_dim, window, dtype=dtype, param_dtype=dtype, implementation=implementation, **options
+    )
 
 
 def token_arguments(case):
@@ -43,8 +48,9 @@ def rotate(x, positions):
     half = x.shape[-1] // 2
     angle = positions[..., None, None] * 10_000.0 ** (-np.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * jnp.cos(angle) - second * jnp.sin(angle),
-                            second * jnp.cos(angle) + first * jnp.sin(angle)], -1)
+    return jnp.concatenate(
+        [first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle)], -1
+    )
 
 
 def softmax_visible(scores, visible):
@@ -89,6 +95,7 @@ def cotangent_of(case):
 @pytest.fixture(scope="module")
 def dense_gradients(golden):
     """dense_gradients(name, variant) -> the float64 gradients of sum(cotangent * output) for (parameters, x)."""
+
     @functools.cache
     def compute(name, variant):
         case = golden(name)
@@ -111,6 +118,7 @@ def check(case, variant, implementation, dtype, forward_limit, gradient_limit, e
     params, x = parameters(case, options, dtype), jnp.asarray(case["x"], dtype)
     shapes = jax.tree.map(jnp.shape, jax.eval_shape(module.init, jax.random.key(0), x[:, :1])["params"])
     assert shapes == jax.tree.map(jnp.shape, params)
+
     def loss(params, x):
         y = module.apply({"params": params}, x, **tokens)
         return jnp.sum(jnp.asarray(cotangent_of(case), dtype) * y), y
@@ -129,12 +137,17 @@ def check(case, variant, implementation, dtype, forward_limit, gradient_limit, e
             assert error(actual, leaf) <= gradient_limit, name
 
 
-@pytest.mark.parametrize("name, implementation, variant", [
-    *((name, "xla", "output") for name in CASES), *((name, "reference", "output") for name in CASES[1::2]),
-    *((name, "xla", variant) for name in CASES[:4:3] for variant in ("output_no_lrr", "output_shared_reference")),
-])
+@pytest.mark.parametrize(
+    "name, implementation, variant",
+    [
+        *((name, "xla", "output") for name in CASES),
+        *((name, "reference", "output") for name in CASES[1::2]),
+        *((name, "xla", variant) for name in CASES[:4:3] for variant in ("output_no_lrr", "output_shared_reference")),
+    ],
+)
 def test_equals_reference_arrays_and_dense_gradients(  # H04
-        name, implementation, variant, golden, dense_gradients, error):
+    name, implementation, variant, golden, dense_gradients, error
+):
     check(golden(name), variant, implementation, jnp.float32, 1e-5, 1e-4, dense_gradients(name, variant), error)
 
 
@@ -144,12 +157,14 @@ def test_options_equal_reference_arrays(name, golden, error):
     for variant, options in VARIANTS.items():
         params = parameters(case, options, jnp.float32)
         y = jax.jit(mixer(case, options, jnp.float32, "reference").apply)(
-            {"params": params}, jnp.asarray(case["x"], jnp.float32), **token_arguments(case))
+            {"params": params}, jnp.asarray(case["x"], jnp.float32), **token_arguments(case)
+        )
         assert error(y, case[variant]) <= 1e-5
 
 
-@pytest.mark.parametrize("name, implementation",
-                         [("cubit_mixer_3", "reference"), *((name, "xla") for name in CASES[2:])])
+@pytest.mark.parametrize(
+    "name, implementation", [("cubit_mixer_3", "reference"), *((name, "xla") for name in CASES[2:])]
+)
 def test_float64(name, implementation, golden, dense_gradients, error):
     expected = dense_gradients(name, "output")
     with jax.enable_x64(True):
@@ -161,10 +176,11 @@ def test_cache_holds_the_solution(name, golden, error):
     case = golden(name)
     module, x = mixer(case, {}, jnp.float32, "reference"), jnp.asarray(case["x"], jnp.float32)
     cache = module.init_cache(len(x), x.shape[1] + 3, jnp.float32) | {"length": jnp.zeros(len(x), jnp.int32)}
-    _, cache = module.apply({"params": parameters(case, {}, jnp.float32)}, x, cache=cache, prefill=True,
-                            **token_arguments(case))
+    _, cache = module.apply(
+        {"params": parameters(case, {}, jnp.float32)}, x, cache=cache, prefill=True, **token_arguments(case)
+    )
     real = (case["segment_ids"] != 0 if "segment_ids" in case else np.ones(x.shape[:2]))[..., None, None]
-    assert error(cache["u"][:, :x.shape[1]] * real, case["solution"] * real) <= 1e-5
+    assert error(cache["u"][:, : x.shape[1]] * real, case["solution"] * real) <= 1e-5
     assert cache["u"].dtype == jnp.float32
 
 
@@ -218,13 +234,15 @@ def test_negative_reference_scale_acts_as_zero():
 def test_zero_input_has_finite_gradients():
     module, params, x = random_mixer()
     gradients = jax.jit(jax.grad(lambda params, x: jnp.sum(module.apply({"params": params}, x) ** 2 + x), (0, 1)))(
-        params, x.at[:, 3:7].set(0))
+        params, x.at[:, 3:7].set(0)
+    )
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 def test_initial_values_and_rescale_bounds():
-    _, params, _ = random_mixer({"ridge_init": 1e-3, "lrr_low_init": 0.25, "lrr_range_init": 2.0,
-                                 "reference_scale_init": 0.5})
+    _, params, _ = random_mixer(
+        {"ridge_init": 1e-3, "lrr_low_init": 0.25, "lrr_range_init": 2.0, "reference_scale_init": 0.5}
+    )
     np.testing.assert_allclose(params["log_ridge"], np.log(1e-3), rtol=1e-6)
     for name, value in {"lrr_low": 0.25, "lrr_range": 2.0, "reference_scale": 0.5}.items():
         np.testing.assert_array_equal(params[name], np.full(3, value))

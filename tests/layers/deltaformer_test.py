@@ -57,22 +57,30 @@ def test_equals_the_dense_formula(projection, error):  # H04
 
     def outputs(function, dtype):
         cast = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, x))
-        gradient, y = jax.jit(jax.grad(lambda params, x: (
-            jnp.sum(jnp.asarray(cotangent, dtype) * function(params, x)), function(params, x)), (0, 1), True))(*cast)
+        gradient, y = jax.jit(
+            jax.grad(
+                lambda params, x: (jnp.sum(jnp.asarray(cotangent, dtype) * function(params, x)), function(params, x)),
+                (0, 1),
+                True,
+            )
+        )(*cast)
         return jax.tree.map(np.asarray, (y, gradient))
 
     with jax.enable_x64(True):
         expected, expected_gradient = outputs(lambda params, x: dense(params, x, segment_ids, window), jnp.float64)
     settings = [(jnp.float32, "xla", 1e-5), (jnp.float64, "xla", 1e-10), (jnp.float32, "reference", 1e-5)]
-    for dtype, implementation, limit in settings[:3 if projection == "own" else 1]:
-        module = DeltaFormerMixer(HEADS, HEAD_DIM, dtype=dtype, param_dtype=dtype, implementation=implementation,
-                                  **options)
+    for dtype, implementation, limit in settings[: 3 if projection == "own" else 1]:
+        module = DeltaFormerMixer(
+            HEADS, HEAD_DIM, dtype=dtype, param_dtype=dtype, implementation=implementation, **options
+        )
         with jax.enable_x64(dtype == jnp.float64):
             y, gradient = outputs(
-                lambda params, x, module=module: module.apply({"params": params}, x, segment_ids=segment_ids), dtype)
+                lambda params, x, module=module: module.apply({"params": params}, x, segment_ids=segment_ids), dtype
+            )
         assert error(y, expected) <= limit
-        for (path, actual), (_, leaf) in zip(jax.tree.leaves_with_path(gradient),
-                                             jax.tree.leaves_with_path(expected_gradient)):
+        for (path, actual), (_, leaf) in zip(
+            jax.tree.leaves_with_path(gradient), jax.tree.leaves_with_path(expected_gradient)
+        ):
             name = jax.tree_util.keystr(path)
             assert np.any(leaf), f"the gradient of {name} is zero"
             assert error(actual, leaf) <= (1e-4 if dtype == jnp.float32 else 1e-10), name

@@ -39,8 +39,12 @@ def exact(arrays, cotangent, *, segment_ids=None, window=None, scale=None):
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
     dp = np.einsum("bihk,bjhk->bhij", cotangent, v)
     ds = scale * weights * (dp - np.sum(weights * dp, axis=-1, keepdims=True))
-    return {"o": np.einsum("bhij,bjhk->bihk", weights, v), "q": np.einsum("bhij,bjhk->bihk", ds, k),
-            "k": np.einsum("bhij,bihk->bjhk", ds, q), "v": np.einsum("bhij,bihk->bjhk", weights, cotangent)}
+    return {
+        "o": np.einsum("bhij,bjhk->bihk", weights, v),
+        "q": np.einsum("bhij,bjhk->bihk", ds, k),
+        "k": np.einsum("bhij,bihk->bjhk", ds, q),
+        "v": np.einsum("bhij,bihk->bjhk", weights, cotangent),
+    }
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "window", "scale"))
@@ -152,11 +156,14 @@ def test_memory_is_linear_in_the_length():
     assert temporaries(8192) < 2.2 * temporaries(4096) < 4096**2
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"v": jnp.ones((1, 4, 2, 16), jnp.bfloat16)}, "the kernels need v.shape"),
-    ({"segment_ids": jnp.ones((1, 4), jnp.int32)}, "cuDNN through JAX takes no segment ids"),
-    ({"q": jnp.ones((1, 4, 2, 8)), "k": jnp.ones((1, 4, 2, 8))}, "16-bit inputs"),
-])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"v": jnp.ones((1, 4, 2, 16), jnp.bfloat16)}, "the kernels need v.shape"),
+        ({"segment_ids": jnp.ones((1, 4), jnp.int32)}, "cuDNN through JAX takes no segment ids"),
+        ({"q": jnp.ones((1, 4, 2, 8)), "k": jnp.ones((1, 4, 2, 8))}, "16-bit inputs"),
+    ],
+)
 def test_what_the_gpu_kernel_cannot_do_has_a_reason(change, reason):
     x = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
     arguments = {"q": x, "k": x, "v": x, **change}
@@ -174,6 +181,7 @@ def test_lowers_for_a_tpu(option):
     def gradients(q, k, v, ids):
         def loss(q, k, v):
             return jnp.sum(ops.attention(q, k, v, segment_ids=ids, implementation="pallas", **option))
+
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
     with dispatch.backend("tpu"):

@@ -17,12 +17,18 @@ def arrays():
     rng = np.random.default_rng(0)
     query, rhs, value = (rng.normal(size=(2, LENGTH, 2, 8)).astype(np.float32) for _ in range(3))
     key = 2 * query / np.linalg.norm(query, axis=-1, keepdims=True)
-    return {"query": query, "key": key, "rhs": rhs, "value": value,
-            "beta": rng.normal(size=(2, LENGTH, 2)).astype(np.float32), "ridge": np.float32([0.1, 0.2])}
+    return {
+        "query": query,
+        "key": key,
+        "rhs": rhs,
+        "value": value,
+        "beta": rng.normal(size=(2, LENGTH, 2)).astype(np.float32),
+        "ridge": np.float32([0.1, 0.2]),
+    }
 
 
 def pieces(x, start, n):
-    return jnp.stack([x[b, s:s + n] for b, s in enumerate(start)])
+    return jnp.stack([x[b, s : s + n] for b, s in enumerate(start)])
 
 
 # Starts differ by row, n is the number of tokens a call; the last entries reach the end of the rows.
@@ -32,6 +38,7 @@ SPLITS = {"tokens": (1, [0, 12]), "chunks": (5, [10, 0]), "block": (16, [16, 8])
 @pytest.fixture(scope="module")
 def full(arrays):
     """u and o of the whole rows."""
+
     @functools.cache
     def run(form, window):
         options = {"window": window, "scale": 0.7}
@@ -81,8 +88,9 @@ def test_cached_equals_full(form, split, window, arrays, full, error):  # H13
 def test_dtypes(arrays):
     query, key, value = (jnp.asarray(arrays[n], jnp.bfloat16) for n in ("query", "key", "value"))
     start = jnp.array([39, 20])
-    new = ops.kernel_solve_cached(query[:, :1], key, jnp.float32(arrays["rhs"]), value[:, :1], start,
-                                  ridge=jnp.float32([0.1, 0.2]))
+    new = ops.kernel_solve_cached(
+        query[:, :1], key, jnp.float32(arrays["rhs"]), value[:, :1], start, ridge=jnp.float32([0.1, 0.2])
+    )
     assert new.dtype == jnp.float32
     assert ops.attention_cached(query[:, :1], key, value, start).dtype == jnp.bfloat16
     assert ops.attention_cached(query[:, :1], key, jnp.float32(value), start).dtype == jnp.bfloat16
@@ -96,11 +104,19 @@ def test_write_cache_drops_what_exceeds_the_capacity():
 def test_a_row_that_sees_nothing(arrays):
     """The first token of the beta form, and of a window that has passed everything."""
     query, key, rhs = (jnp.asarray(arrays[n]) for n in ("query", "key", "rhs"))
-    new = ops.kernel_solve_cached(query[:, :1], key, rhs, rhs[:, :1], jnp.zeros(2, jnp.int32),
-                                  beta=jnp.asarray(arrays["beta"][:, :1]))
+    new = ops.kernel_solve_cached(
+        query[:, :1], key, rhs, rhs[:, :1], jnp.zeros(2, jnp.int32), beta=jnp.asarray(arrays["beta"][:, :1])
+    )
     assert np.array_equal(new, rhs[:, :1])
-    last = ops.kernel_solve_cached(query[:, -1:], key, rhs, rhs[:, -1:], jnp.full(2, LENGTH - 1),
-                                   beta=jnp.asarray(arrays["beta"][:, -1:]), window=1)
+    last = ops.kernel_solve_cached(
+        query[:, -1:],
+        key,
+        rhs,
+        rhs[:, -1:],
+        jnp.full(2, LENGTH - 1),
+        beta=jnp.asarray(arrays["beta"][:, -1:]),
+        window=1,
+    )
     assert np.array_equal(last, rhs[:, -1:])
 
 

@@ -48,8 +48,10 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_pallas_on_a_cpu_is_refused_unless_interpreted():
     x, ridge = jnp.ones((1, 4, 1, 8)), jnp.ones(1)
-    for call in (lambda: ops.attention(x, x, x, implementation="pallas"),
-                 lambda: ops.kernel_solve(x, x, x, ridge=ridge, implementation="pallas")):
+    for call in (
+        lambda: ops.attention(x, x, x, implementation="pallas"),
+        lambda: ops.kernel_solve(x, x, x, ridge=ridge, implementation="pallas"),
+    ):
         with pytest.raises(NotImplementedError, match="needs a TPU or a GPU, and the backend is cpu"):
             call()
     with dispatch.interpret():

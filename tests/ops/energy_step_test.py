@@ -16,8 +16,11 @@ IMPLEMENTATIONS = ("reference", "xla")
 
 
 def arrays(case, dtype):
-    return {name: jnp.asarray(value, dtype) for name, value in case.items()
-            if not name.startswith(("update", "energy", "window"))}
+    return {
+        name: jnp.asarray(value, dtype)
+        for name, value in case.items()
+        if not name.startswith(("update", "energy", "window"))
+    }
 
 
 def trajectory(step, energy, case, precondition):
@@ -44,8 +47,9 @@ def attention_trajectory(case, option, window, implementation):
     diag = None if DIAGS[option] is None else case[DIAGS[option]]
     options = {"positions": jnp.arange(h.shape[1]) if "rope" in option else None, "window": window}
     energy = functools.partial(ops.interaction_energy, context=h, w_q=w_q, w_k=w_k, diag=diag, **options)
-    step = functools.partial(ops.interaction_step, context=h, w_q=w_q, w_k=w_k, diag=diag, **options,
-                             implementation=implementation)
+    step = functools.partial(
+        ops.interaction_step, context=h, w_q=w_q, w_k=w_k, diag=diag, **options, implementation=implementation
+    )
     if implementation == "gradient":
         step = ops.descent_direction(energy)
     return trajectory(step, energy, case, preconditioner(case, option))
@@ -56,8 +60,12 @@ def mlp_trajectory(case, option, activation, implementation):
     arguments = {"context": case["h"], "w_up": case["w_up"].T, "w_gate": case["w_gate"].T, "activation": activation}
     energy = functools.partial(ops.elementwise_energy, **arguments)
     step = functools.partial(ops.elementwise_step, **arguments)
-    return trajectory(ops.descent_direction(energy) if implementation == "gradient" else step, energy, case,
-                      preconditioner(case, option))
+    return trajectory(
+        ops.descent_direction(energy) if implementation == "gradient" else step,
+        energy,
+        case,
+        preconditioner(case, option),
+    )
 
 
 def check(actual, case, name, error, limit):
@@ -68,8 +76,9 @@ def check(actual, case, name, error, limit):
     assert error(at_once, updates[4]) < limit
 
 
-@pytest.mark.parametrize("implementation, dtype", (
-    ("gradient", "float64"), ("reference", "float64"), ("xla", "float64"), ("xla", "float32")))
+@pytest.mark.parametrize(
+    "implementation, dtype", (("gradient", "float64"), ("reference", "float64"), ("xla", "float64"), ("xla", "float32"))
+)
 @pytest.mark.parametrize("number", range(3))
 def test_interaction_against_the_reference_arrays(number, implementation, dtype, golden, error):
     case = golden(f"cem_attention_{number}")
@@ -80,8 +89,9 @@ def test_interaction_against_the_reference_arrays(number, implementation, dtype,
             check(actual, case, option, error, LIMITS[dtype])
 
 
-@pytest.mark.parametrize("implementation, dtype", (
-    ("gradient", "float64"), ("hand-derived", "float64"), ("hand-derived", "float32")))
+@pytest.mark.parametrize(
+    "implementation, dtype", (("gradient", "float64"), ("hand-derived", "float64"), ("hand-derived", "float32"))
+)
 @pytest.mark.parametrize("number", range(3))
 def test_elementwise_against_the_reference_arrays(number, implementation, dtype, golden, error):
     case = golden(f"cem_mlp_{number}")
@@ -142,6 +152,7 @@ def test_step_and_its_gradients_are_those_of_the_energy(diagonal, case, error):
                 else:
                     step = ops.interaction_step(**inputs, **options, implementation=implementation)
                 return jnp.sum(step * cotangent), step
+
             (_, step), gradients = jax.value_and_grad(loss, has_aux=True)(inputs)
             return step, gradients
 
@@ -182,12 +193,14 @@ def test_no_position_reads_later_context(diagonal):
     inputs, options = random_case(length=140, diagonal=diagonal, dtype=np.float32)
     rows = (0, 63, 64, 127, 128)
     for read in (ops.interaction_step, ops.interaction_energy):
+
         def gradients(context, read=read):
             out, pull = jax.vjp(lambda context: read(**(inputs | {"context": context}), **options), context)
             cotangents = jnp.stack([jnp.zeros_like(out).at[:, row].set(1) for row in rows])
             return jax.vmap(pull)(cotangents)[0]
+
         for row, gradient in zip(rows, jax.jit(gradients)(inputs["context"])):
-            assert jnp.all(gradient[:, row + 1:] == 0), (read, row)
+            assert jnp.all(gradient[:, row + 1 :] == 0), (read, row)
             assert jnp.all(jnp.any(gradient[:, : row + 1] != 0, axis=-1)), (read, row)
 
 
@@ -208,8 +221,10 @@ def test_a_row_that_sees_nothing_leaves_every_gradient_finite():
     inputs, options = random_case(length=20, diagonal="shared", dtype=np.float32)
     options["segment_ids"] = jnp.ones((B, 20), jnp.int32).at[0].set(0)
     for read in (ops.interaction_step, ops.interaction_energy):
+
         def loss(inputs, read=read):
             return jnp.sum(jnp.sin(read(**inputs, **options)))
+
         gradients = jax.jit(jax.grad(loss))(inputs)
         assert all(jnp.all(jnp.isfinite(g)) for g in gradients.values())
         assert jnp.all(gradients["context"][0] == 0) and jnp.any(gradients["context"][1] != 0)
@@ -229,8 +244,9 @@ def test_cached_step_is_the_step_of_the_last_rows(diagonal, error):
         context_cache = None if diag is None else jnp.where(held[..., None], jnp.pad(inputs["context"], room), 1e3)
         rows = start[:, None] + jnp.arange(3)
         state = jnp.take_along_axis(inputs["state"], rows[..., None], axis=1)
-        step = ops.interaction_step_cached(state, context_cache, key_cache, inputs["w_q"], diag, start,
-                                           positions=rows, window=11, tau=options["tau"])
+        step = ops.interaction_step_cached(
+            state, context_cache, key_cache, inputs["w_q"], diag, start, positions=rows, window=11, tau=options["tau"]
+        )
         assert error(step, jnp.take_along_axis(whole, rows[..., None], axis=1)) < 1e-12
 
 
@@ -256,8 +272,13 @@ def test_zero_steps_are_the_identity_and_one_step_is_one_gradient_step(error):  
 
         @functools.partial(jax.jit, static_argnums=0)
         def run(num_steps, step_size):
-            return ops.minimize(step, state, num_steps=num_steps, step_size=step_size,
-                                precondition=lambda vector: ops.precondition(vector, d, u, v))
+            return ops.minimize(
+                step,
+                state,
+                num_steps=num_steps,
+                step_size=step_size,
+                precondition=lambda vector: ops.precondition(vector, d, u, v),
+            )
 
         assert jnp.all(run(0, 0.5) == state) and jnp.all(run(1, 0.0) == state)
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(ops.interaction_energy(x, **inputs, **options))))(state)
@@ -298,12 +319,15 @@ def test_a_small_step_never_raises_the_energy(kind):  # H14
     with jax.enable_x64(True):
         x, h = normal(1, length, dim), normal(1, length, dim)
         if kind in ACTIVATIONS:
-            energy, step = (functools.partial(read, activation=kind)
-                            for read in (ops.elementwise_energy, ops.elementwise_step))
+            energy, step = (
+                functools.partial(read, activation=kind) for read in (ops.elementwise_energy, ops.elementwise_step)
+            )
             weights = normal(dim, width), normal(dim, width)
         else:
-            energy, step = (functools.partial(read, positions=jnp.arange(length))
-                            for read in (ops.interaction_energy, ops.interaction_step))
+            energy, step = (
+                functools.partial(read, positions=jnp.arange(length))
+                for read in (ops.interaction_energy, ops.interaction_step)
+            )
             weights = normal(dim, heads, 4, spread=1), normal(dim, heads, 4, spread=1)
             shapes = {"lowrank": (), "shared": ((dim,),), "per_head": ((heads, dim),)}[kind]
             weights += tuple(normal(*shape, spread=1) for shape in shapes)
@@ -330,8 +354,12 @@ def test_malformed_input_is_named():
         "window=1.5": {"window": 1.5},
         "window=True": {"window": True},
         "array.dtype": {"context": jnp.ones(inputs["context"].shape, jnp.int32)},
-        "no dimension of size 0": {"state": jnp.ones((0, 4, D)), "context": jnp.ones((0, 4, D)), "segment_ids": None,
-                                   "positions": None},
+        "no dimension of size 0": {
+            "state": jnp.ones((0, 4, D)),
+            "context": jnp.ones((0, 4, D)),
+            "segment_ids": None,
+            "positions": None,
+        },
     }
     for name, change in bad.items():
         for read in (ops.interaction_energy, ops.interaction_step):
@@ -364,13 +392,15 @@ def test_keys_and_gate_are_made_once():
 
     def attention(h, num_steps):
         keys = ops.interaction_keys(h, inputs["w_k"], positions=options["positions"])
-        return ops.minimize(lambda x: ops.interaction_step_from_keys(x, h, keys, inputs["w_q"]), h,
-                            num_steps=num_steps, step_size=0.1)
+        return ops.minimize(
+            lambda x: ops.interaction_step_from_keys(x, h, keys, inputs["w_q"]), h, num_steps=num_steps, step_size=0.1
+        )
 
     def mlp(h, num_steps):
         gate = ops.elementwise_gate(h, w_gate)
-        return ops.minimize(lambda x: ops.elementwise_step_from_gate(x, gate, w_up), h, num_steps=num_steps,
-                            step_size=0.1)
+        return ops.minimize(
+            lambda x: ops.elementwise_step_from_gate(x, gate, w_up), h, num_steps=num_steps, step_size=0.1
+        )
 
     def outer_products(layer, num_steps):
         jaxpr = jax.make_jaxpr(lambda h: layer(h, num_steps))(inputs["context"])

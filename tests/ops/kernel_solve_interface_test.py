@@ -17,7 +17,8 @@ def test_cotangents_have_the_dtype_of_their_inputs(dtypes, implementation):  # H
     for form in ({"ridge": jnp.ones(2, dtypes[0])}, {"beta": jnp.ones((1, 5, 2), dtypes[0])}):
         arrays = {"query": query, "key": key, "rhs": rhs, **form}
         gradients = jax.eval_shape(
-            jax.grad(lambda a: jnp.sum(ops.kernel_solve(**a, implementation=implementation))), arrays)
+            jax.grad(lambda a: jnp.sum(ops.kernel_solve(**a, implementation=implementation))), arrays
+        )
         assert {n: x.dtype for n, x in gradients.items()} == {n: x.dtype for n, x in arrays.items()}
 
 
@@ -39,23 +40,26 @@ def test_diagonal_of_the_system(error):
     assert not np.any(gradient)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"ridge": None}, "exactly one of ridge and beta"),
-    ({"beta": jnp.ones((2, 5, 3))}, "exactly one of ridge and beta"),
-    ({"ridge": jnp.ones(4)}, r"num_heads=3"),
-    ({"ridge": None, "beta": jnp.ones((2, 5, 4))}, r"beta.shape=.* must be"),
-    ({"key": jnp.ones((2, 5, 3, 9))}, r"must equal"),
-    ({"rhs": jnp.ones((2, 6, 3, 8))}, r"must be \[B, L, H, V\]"),
-    ({"rhs": jnp.ones((2, 5, 3, 8), jnp.int32)}, "must be floating"),
-    ({"segment_ids": jnp.ones((2, 6), jnp.int32)}, r"segment_ids.shape=.* must be"),
-    ({"segment_ids": jnp.ones((2, 5))}, "must be an integer type"),
-    ({"query": jnp.ones((2, 0, 3, 8)), "key": jnp.ones((2, 0, 3, 8))}, "must have no dimension of size 0"),
-    ({"window": 0}, "window=0 must be"),
-    ({"window": 2.5}, "window=2.5 must be"),
-    ({"block_size": 0}, "block_size=0 must be"),
-    ({"block_size": 2.0}, "block_size=2.0 must be"),
-    ({"ridge": 1e-2}, r"ridge.shape=\(\) must be"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ridge": None}, "exactly one of ridge and beta"),
+        ({"beta": jnp.ones((2, 5, 3))}, "exactly one of ridge and beta"),
+        ({"ridge": jnp.ones(4)}, r"num_heads=3"),
+        ({"ridge": None, "beta": jnp.ones((2, 5, 4))}, r"beta.shape=.* must be"),
+        ({"key": jnp.ones((2, 5, 3, 9))}, r"must equal"),
+        ({"rhs": jnp.ones((2, 6, 3, 8))}, r"must be \[B, L, H, V\]"),
+        ({"rhs": jnp.ones((2, 5, 3, 8), jnp.int32)}, "must be floating"),
+        ({"segment_ids": jnp.ones((2, 6), jnp.int32)}, r"segment_ids.shape=.* must be"),
+        ({"segment_ids": jnp.ones((2, 5))}, "must be an integer type"),
+        ({"query": jnp.ones((2, 0, 3, 8)), "key": jnp.ones((2, 0, 3, 8))}, "must have no dimension of size 0"),
+        ({"window": 0}, "window=0 must be"),
+        ({"window": 2.5}, "window=2.5 must be"),
+        ({"block_size": 0}, "block_size=0 must be"),
+        ({"block_size": 2.0}, "block_size=2.0 must be"),
+        ({"ridge": 1e-2}, r"ridge.shape=\(\) must be"),
+    ],
+)
 def test_malformed_input_is_an_error(change, message):
     x = jnp.ones((2, 5, 3, 8))
     with pytest.raises(ValueError, match=message):

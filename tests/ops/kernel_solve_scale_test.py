@@ -20,12 +20,14 @@ def _shapes(length, heads=4, dim=64):
 def _solve(implementation):
     def loss(query, key, rhs, ridge):
         return jnp.sum(jnp.square(ops.kernel_solve(query, key, rhs, ridge=ridge, implementation=implementation)))
+
     return jax.jit(jax.grad(loss, (0, 1, 2, 3)))
 
 
 def _attend(implementation):
     def loss(query, key, rhs, ridge):
         return jnp.sum(jnp.square(ops.attention(query, key, rhs, scale=1.0, implementation=implementation)))
+
     return jax.jit(jax.grad(loss, (0, 1, 2)))
 
 
@@ -53,8 +55,10 @@ def test_time():
     query, rhs = (rng.normal(size=(1, 4096, 4, 64)).astype(np.float32) for _ in range(2))
     key = query / np.linalg.norm(query, axis=-1, keepdims=True)
     arrays = tuple(map(jnp.asarray, (query, key, rhs, np.full(4, 1e-10, np.float32))))
-    programs = {name: _compile(f, 4096) for name, f in (
-        ("reference", _solve("reference")), ("xla", _solve("xla")), ("attention", _attend("xla")))}
+    programs = {
+        name: _compile(f, 4096)
+        for name, f in (("reference", _solve("reference")), ("xla", _solve("xla")), ("attention", _attend("xla")))
+    }
     best = dict.fromkeys(programs, np.inf)
     for _ in range(5):
         for name, program in programs.items():
@@ -72,7 +76,8 @@ def test_batch_and_heads_divide_over_devices(error):  # H09
     batch, length, heads, dim = 2, 48, 4, 8
     scales = rng.uniform(0.5, 2, size=(batch, 1, heads, 1))  # every device's share is different
     query, key, rhs, cotangent = (
-        jnp.asarray(scales * rng.normal(size=(batch, length, heads, dim)), jnp.float32) for _ in range(4))
+        jnp.asarray(scales * rng.normal(size=(batch, length, heads, dim)), jnp.float32) for _ in range(4)
+    )
     key /= jnp.linalg.norm(query, axis=-1, keepdims=True)
     ridge, beta = jnp.array([0.1, 0.2, 0.3, 0.4]), jnp.asarray(rng.normal(size=(batch, length, heads)), jnp.float32)
     ids = jnp.array([[1] * 20 + [2] * 28, [1] * 40 + [0] * 8])
@@ -82,6 +87,7 @@ def test_batch_and_heads_divide_over_devices(error):  # H09
             u = ops.kernel_solve(query, query / 4, rhs, ridge=ridge, segment_ids=ids, block_size=16)
             u += ops.kernel_solve(query, key, rhs, beta=beta, block_size=16)
             return jnp.sum(cotangent * ops.attention(query, key, u, window=9)), u
+
         return jax.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True)(query, key, rhs, ridge, beta)
 
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

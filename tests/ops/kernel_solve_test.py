@@ -20,8 +20,11 @@ def problem(form, length, *, batch=1, heads=2, dim=8, seed=0, norm=2.0):
     rng = np.random.default_rng(seed)
     shape = (batch, length, heads, dim)
     query = rng.normal(size=shape)
-    arrays = {"query": query, "key": norm * query / np.linalg.norm(query, axis=-1, keepdims=True),
-              "rhs": rng.normal(size=shape)}
+    arrays = {
+        "query": query,
+        "key": norm * query / np.linalg.norm(query, axis=-1, keepdims=True),
+        "rhs": rng.normal(size=shape),
+    }
     if form == "ridge":
         arrays["ridge"] = rng.uniform(0.05, 0.3, size=heads)
     else:
@@ -32,8 +35,14 @@ def problem(form, length, *, batch=1, heads=2, dim=8, seed=0, norm=2.0):
 
 def _run(arrays, cotangent, segment_ids, implementation, window, scale, block_size):
     def loss(arrays):
-        u = ops.kernel_solve(**arrays, segment_ids=segment_ids, window=window, scale=scale, block_size=block_size,
-                             implementation=implementation)
+        u = ops.kernel_solve(
+            **arrays,
+            segment_ids=segment_ids,
+            window=window,
+            scale=scale,
+            block_size=block_size,
+            implementation=implementation,
+        )
         return jnp.sum(u * cotangent), u
 
     (_, u), gradients = jax.value_and_grad(loss, has_aux=True)(arrays)
@@ -47,8 +56,18 @@ QUICK = {"xla_backend_optimization_level": 0}
 quick = jax.jit(_run, static_argnames=STATIC, compiler_options=QUICK)
 
 
-def run(arrays, cotangent, implementation, *, segment_ids=None, window=None, scale=1.0, block_size=None,
-        dtype=jnp.float32, compiled=quick):
+def run(
+    arrays,
+    cotangent,
+    implementation,
+    *,
+    segment_ids=None,
+    window=None,
+    scale=1.0,
+    block_size=None,
+    dtype=jnp.float32,
+    compiled=quick,
+):
     """u and the gradient of sum(u * cotangent) with respect to each array, by name."""
     arrays = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids, jnp.int32)
@@ -76,8 +95,12 @@ def exact(arrays, cotangent, *, segment_ids=None, window=None, scale=1.0):
         y[b, :, h] = scipy.linalg.solve_triangular(system[b, h], cotangent[b, :, h], lower=True, trans=1)
     dp = -factor * np.einsum("bihk,bjhk->bhij", y, u)
     ds = scale * weights * (dp - np.sum(weights * dp, axis=-1, keepdims=True))
-    result = {"u": u, "query": np.einsum("bhij,bjhk->bihk", ds, key), "key": np.einsum("bhij,bihk->bjhk", ds, query),
-              "rhs": y}
+    result = {
+        "u": u,
+        "query": np.einsum("bhij,bjhk->bihk", ds, key),
+        "key": np.einsum("bhij,bihk->bjhk", ds, query),
+        "rhs": y,
+    }
     if strict:
         return {**result, "beta": -np.einsum("bihk,bhij,bjhk->bih", y, weights, u)}
     return {**result, "ridge": -np.einsum("bihk,bihk->h", y, u)}
@@ -95,8 +118,11 @@ GOLDEN = [f"{kind}_solve_{n}" for kind in ("krr", "delta") for n in range(5)]
 def load(golden, name):
     d = golden(name)
     arrays = {key: d[key] for key in NAMES["ridge" if "ridge" in d else "beta"]}
-    options = {"scale": float(d.get("scale", 1.0)), "window": int(d["window"]) if "window" in d else None,
-               "segment_ids": d.get("segment_ids")}
+    options = {
+        "scale": float(d.get("scale", 1.0)),
+        "window": int(d["window"]) if "window" in d else None,
+        "segment_ids": d.get("segment_ids"),
+    }
     return arrays, d["cotangent"], options, {"u": d["solution"], **{key: d[f"grad_{key}"] for key in arrays}}
 
 
@@ -127,8 +153,11 @@ def test_float64_is_what_row_by_row_substitution_gives(name, golden, error):
     ids = options["segment_ids"]
     for i in range(rhs.shape[1]):
         for h in range(rhs.shape[2]):
-            columns = [j for j in range(max(0, i - options["window"] + 1), i + (not strict))
-                       if ids is None or ids[0, i] == ids[0, j]]
+            columns = [
+                j
+                for j in range(max(0, i - options["window"] + 1), i + (not strict))
+                if ids is None or ids[0, i] == ids[0, j]
+            ]
             scores = np.exp(options["scale"] * key[0, columns, h] @ query[0, i, h])
             weights = scores / np.sum(scores) if columns else scores
             if strict:
@@ -281,8 +310,7 @@ def test_scanned_and_rematerialised_16_bit_layers(form, error):  # H08
     def unrolled(x):
         return jnp.sum(layer(layer(x, None)[0], None)[0].astype(jnp.float32) * cotangent)
 
-    gradient, expected = (
-        jax.jit(jax.grad(f), compiler_options=QUICK)(arrays["query"]) for f in (scanned, unrolled))
+    gradient, expected = (jax.jit(jax.grad(f), compiler_options=QUICK)(arrays["query"]) for f in (scanned, unrolled))
     assert gradient.dtype == jnp.bfloat16
     assert error(gradient, expected) < 5e-2
 
@@ -294,8 +322,9 @@ def test_documents_do_not_meet(form, implementation, error):  # H10
     ids = np.array([[1] * 22 + [2] * 28])
     packed = run(arrays, cotangent, implementation, segment_ids=ids)
     changed, _ = problem(form, 50, seed=4)
-    other = {name: np.where(ids[..., None, None] == 1, changed[name], x) if x.ndim == 4 else x
-             for name, x in arrays.items()}
+    other = {
+        name: np.where(ids[..., None, None] == 1, changed[name], x) if x.ndim == 4 else x for name, x in arrays.items()
+    }
     if form == "beta":
         other["beta"] = np.where(ids[..., None] == 1, changed["beta"], arrays["beta"])
     after = run(other, cotangent, implementation, segment_ids=ids)
@@ -329,12 +358,12 @@ def test_padding_is_inert(form, ridge, error):  # H11
     assert error(padded["u"][1, 30:], expected[1, 30:]) < 1e-6
     total = 0
     for b, rows in ((0, slice(7, 27)), (0, slice(27, 28)), (0, slice(28, 40)), (1, slice(0, 30))):
-        part = {name: x[b:b + 1, rows] if x.ndim > 1 else x for name, x in arrays.items()}
-        alone = exact(part, cotangent[b:b + 1, rows])
+        part = {name: x[b : b + 1, rows] if x.ndim > 1 else x for name, x in arrays.items()}
+        alone = exact(part, cotangent[b : b + 1, rows])
         total += alone.get("ridge", 0)
         for name, x in alone.items():
             if x.ndim > 1:
-                assert error(padded[name][b:b + 1, rows], x) < 1e-5, name
+                assert error(padded[name][b : b + 1, rows], x) < 1e-5, name
     if form == "ridge":
         assert error(padded["ridge"], total) < 1e-5
 
@@ -347,8 +376,8 @@ def test_no_row_depends_on_a_later_one(form):  # H12
         cotangent[:, row] = 1
         for name, x in run(arrays, cotangent, "xla", block_size=16).items():
             if x.ndim > 1 and name != "u":
-                assert not np.any(x[:, row + 1:]), name
-                assert row == 0 or np.any(x[:, :row + 1]), name
+                assert not np.any(x[:, row + 1 :]), name
+                assert row == 0 or np.any(x[:, : row + 1]), name
 
 
 def test_vmap(error):
@@ -361,6 +390,7 @@ def test_vmap(error):
         def loss(query, ridge):
             u = ops.kernel_solve(query[None], key[None], rhs[None], ridge=ridge, segment_ids=ids[None], block_size=16)
             return jnp.sum(u * cotangent)
+
         return jax.grad(loss, (0, 1))(query, ridge)
 
     args = (arrays["query"], arrays["key"], arrays["rhs"], ridges, ids, jnp.float32(cotangent))

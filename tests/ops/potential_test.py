@@ -9,8 +9,9 @@ import pytest
 
 from cubit_jax.ops.potential import ACTIVATIONS, POTENTIALS, dilogarithm, lookup, silu_potential
 
-POINTS = np.array([-60, -30, -10, -3, -1, -0.51, -0.49, -0.1, -1e-3, -1e-8, 0,
-                   1e-8, 1e-3, 0.1, 0.49, 0.51, 1, 3, 10, 30])
+POINTS = np.array(
+    [-60, -30, -10, -3, -1, -0.51, -0.49, -0.1, -1e-3, -1e-8, 0, 1e-8, 1e-3, 0.1, 0.49, 0.51, 1, 3, 10, 30]
+)
 
 
 def integral(activation, z):
@@ -44,8 +45,9 @@ def test_silu_potential_keeps_its_relative_accuracy_near_zero_in_float32():
 
 def test_silu_potential_at_extreme_arguments():
     z = jnp.array([-1e30, -1e4, 1e4, 1e18], jnp.float32)
-    value, slope, curvature = (jax.vmap(f)(z) for f in (silu_potential, jax.grad(silu_potential),
-                                                        jax.grad(jax.grad(silu_potential))))
+    value, slope, curvature = (
+        jax.vmap(f)(z) for f in (silu_potential, jax.grad(silu_potential), jax.grad(jax.grad(silu_potential)))
+    )
     np.testing.assert_allclose(value, [math.pi**2 / 12, math.pi**2 / 12, 5e7, 5e35], rtol=1e-6)
     np.testing.assert_allclose(slope, [0, 0, 1e4, 1e18], atol=1e-30)
     np.testing.assert_allclose(curvature, [0, 0, 1, 1], atol=1e-30)
@@ -63,7 +65,7 @@ def test_dilogarithm_at_known_points():
         y = jnp.array([0.0, 1e-12, 0.5, 1.0])
         terms = np.arange(1, 60)
         half = math.fsum((-0.5) ** terms / terms**2)
-        np.testing.assert_allclose(dilogarithm(y), [0, -1e-12 + 0.25e-24, half, -math.pi**2 / 12], rtol=1e-15)
+        np.testing.assert_allclose(dilogarithm(y), [0, -1e-12 + 0.25e-24, half, -(math.pi**2) / 12], rtol=1e-15)
 
 
 def test_unknown_activation_names_the_nearest():

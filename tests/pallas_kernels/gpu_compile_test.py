@@ -1,7 +1,7 @@
 """The GPU kernels through the compiler, without a GPU: lowered always, compiled for Hopper where the CUDA plugin is.
 
-    pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt     (the versions of jax)
-    python -m pytest tests/pallas_kernels/gpu_compile_test.py -m '' -s     the whole matrix, with registers and spills
+pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt     (the versions of jax)
+python -m pytest tests/pallas_kernels/gpu_compile_test.py -m '' -s     the whole matrix, with registers and spills
 """
 
 import importlib.util
@@ -33,15 +33,22 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda12") is None,
-    reason="needs jax-cuda12-plugin")
+    reason="needs jax-cuda12-plugin",
+)
 
 
 def forward_and_backward(head_dim, dtype, *, strict=False, segmented=False, window=None, length=1024, sharding=None):
     """(function, argument shapes) of a solve and all of its gradients."""
+
     def run(query, key, rhs, coefficient, segment_ids, cotangent):
         def solve(*args):
-            return kernel_solve(*args[:3], **{"beta" if strict else "ridge": args[3]},
-                                segment_ids=segment_ids if segmented else None, window=window)
+            return kernel_solve(
+                *args[:3],
+                **{"beta" if strict else "ridge": args[3]},
+                segment_ids=segment_ids if segmented else None,
+                window=window,
+            )
+
         u, vjp = jax.vjp(solve, query, key, rhs, coefficient)
         return u, vjp(cotangent)
 
@@ -50,16 +57,22 @@ def forward_and_backward(head_dim, dtype, *, strict=False, segmented=False, wind
 
     x = (1, length, 2, head_dim)
     shapes = [array(x, dtype)] * 3 + [
-        array(x[:3] if strict else x[2:3], jnp.float32), array(x[:2], jnp.int32), array(x, jnp.float32)]
+        array(x[:3] if strict else x[2:3], jnp.float32),
+        array(x[:2], jnp.int32),
+        array(x, jnp.float32),
+    ]
     return run, shapes
 
 
-@pytest.mark.parametrize("head_dim, dtype, options", [
-    (64, jnp.bfloat16, {}),
-    (128, jnp.float32, {"strict": True}),
-    (48, jnp.float16, {"strict": True, "segmented": True, "window": 300, "length": 1000}),
-    (256, jnp.bfloat16, {"segmented": True}),
-])
+@pytest.mark.parametrize(
+    "head_dim, dtype, options",
+    [
+        (64, jnp.bfloat16, {}),
+        (128, jnp.float32, {"strict": True}),
+        (48, jnp.float16, {"strict": True, "segmented": True, "window": 300, "length": 1000}),
+        (256, jnp.bfloat16, {"segmented": True}),
+    ],
+)
 def test_lowers_for_cuda(head_dim, dtype, options):  # H07
     run, shapes = forward_and_backward(head_dim, dtype, **options)
     # jax 0.11 asks for which device; 0.10 takes compute capability 9.0 where there is none.
@@ -75,10 +88,8 @@ def test_lowers_for_cuda(head_dim, dtype, options):  # H07
 def compile_for_hopper(head_dim, dtype, dump, **options):
     """[(kernel, its PTX)] of a solve and its gradients; the compiler refuses a kernel that exceeds shared memory."""
     topology = topologies.get_topology_desc("", "cuda", target_config=H100, topology="1x1x1")
-    run, shapes = forward_and_backward(
-        head_dim, dtype, sharding=SingleDeviceSharding(topology.devices[0]), **options)
-    jax.jit(run).lower(*shapes).compile(
-        compiler_options={"xla_gpu_autotune_level": "0", "xla_dump_to": str(dump)})
+    run, shapes = forward_and_backward(head_dim, dtype, sharding=SingleDeviceSharding(topology.devices[0]), **options)
+    jax.jit(run).lower(*shapes).compile(compiler_options={"xla_gpu_autotune_level": "0", "xla_dump_to": str(dump)})
     ptx = "".join(path.read_text() for path in dump.glob("*.ptx"))
     assert ".target sm_90a" in ptx
     entries = re.split(r"(?=\.visible \.entry )", ptx)
@@ -121,9 +132,16 @@ def test_compile_matrix(head_dim, dtype, strict, tmp_path):
         for path in tmp_path.glob("*.ptx"):
             if "kernel_solve" not in path.read_text():
                 continue  # XLA's own, one of them empty
-            report = subprocess.run(["ptxas", "-v", "-arch=sm_90a", path, "-o", tmp_path / "cubin"], check=True,
-                                    capture_output=True, text=True).stderr
+            report = subprocess.run(
+                ["ptxas", "-v", "-arch=sm_90a", path, "-o", tmp_path / "cubin"],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stderr
             pattern = r"entry function '(kernel_solve\w*)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
             for name, spilled, registers in re.findall(pattern, report, re.S):
-                print(f"\n{name} K={head_dim} {jnp.dtype(dtype).name} {strict=}: {registers} registers, "
-                      f"{spilled} bytes spilled", end="")
+                print(
+                    f"\n{name} K={head_dim} {jnp.dtype(dtype).name} {strict=}: {registers} registers, "
+                    f"{spilled} bytes spilled",
+                    end="",
+                )

@@ -35,11 +35,20 @@ def _jitted(strict, window, scale, segmented, block_size):
     def run(args, segment_ids, cotangent):
         def solve(query, key, rhs, coefficient):
             return kernel_solve(
-                query, key, rhs, **{"beta" if strict else "ridge": coefficient},
-                segment_ids=segment_ids if segmented else None, window=window, scale=scale, block_size=block_size,
-                interpret=True)
+                query,
+                key,
+                rhs,
+                **{"beta" if strict else "ridge": coefficient},
+                segment_ids=segment_ids if segmented else None,
+                window=window,
+                scale=scale,
+                block_size=block_size,
+                interpret=True,
+            )
+
         solution, vjp = jax.vjp(solve, *args)
         return solution, vjp(cotangent)
+
     return jit(run)
 
 
@@ -48,7 +57,8 @@ def device(args, cotangent, *, strict, segment_ids=None, window=None, scale=1.0,
     segmented = segment_ids is not None
     ids = jnp.asarray(segment_ids, jnp.int32) if segmented else 0
     return _jitted(strict, window, scale, segmented, block_size)(
-        tuple(jnp.asarray(x) for x in args), ids, jnp.asarray(cotangent))
+        tuple(jnp.asarray(x) for x in args), ids, jnp.asarray(cotangent)
+    )
 
 
 def check(error, reference, args, cotangent, forward, backward, *, block_size=None, **options):
@@ -69,11 +79,22 @@ def test_golden(kind, index, golden, error, reference):
     coefficient = "beta" if strict else "ridge"
     args = [arrays[name].astype(np.float32) for name in ("query", "key", "rhs", coefficient)]
     window = int(arrays["window"]) if "window" in arrays else None
-    u, grads = device(args, arrays["cotangent"].astype(np.float32), strict=strict, window=window,
-                      segment_ids=arrays.get("segment_ids"), scale=float(arrays.get("scale", 1.0)))
+    u, grads = device(
+        args,
+        arrays["cotangent"].astype(np.float32),
+        strict=strict,
+        window=window,
+        segment_ids=arrays.get("segment_ids"),
+        scale=float(arrays.get("scale", 1.0)),
+    )
     expected, expected_grads = reference(
-        [arrays[name] for name in ("query", "key", "rhs", coefficient)], arrays["cotangent"], strict=strict,
-        window=window, segment_ids=arrays.get("segment_ids"), scale=float(arrays.get("scale", 1.0)))
+        [arrays[name] for name in ("query", "key", "rhs", coefficient)],
+        arrays["cotangent"],
+        strict=strict,
+        window=window,
+        segment_ids=arrays.get("segment_ids"),
+        scale=float(arrays.get("scale", 1.0)),
+    )
     assert error(u, arrays["solution"]) < 1e-5
     for name, grad, wanted in zip(("query", "key", "rhs", coefficient), grads, expected_grads):
         assert error(grad, arrays[f"grad_{name}"]) < 1e-4, name
@@ -89,12 +110,15 @@ def one_program(monkeypatch):
     monkeypatch.setattr(kernel_solve_gpu, "_solve", jax.jit(kernel_solve_gpu._solve, static_argnums=(5, 6)))
 
 
-def check_eagerly(error, reference, args, cotangent, forward, backward, *, scale=1.0, strict=False, block_size=None,
-                  case=None):
+def check_eagerly(
+    error, reference, args, cotangent, forward, backward, *, scale=1.0, strict=False, block_size=None, case=None
+):
     """`check` without a program around the call."""
+
     def solve(*args):
-        return kernel_solve(*args[:3], **{"beta" if strict else "ridge": args[3]}, scale=scale, block_size=block_size,
-                            interpret=True)
+        return kernel_solve(
+            *args[:3], **{"beta" if strict else "ridge": args[3]}, scale=scale, block_size=block_size, interpret=True
+        )
 
     u, back = jax.vjp(solve, *(jnp.asarray(x) for x in args))
     expected, expected_grads = reference(args, cotangent, strict=strict, scale=scale)
@@ -118,8 +142,17 @@ def test_lengths_that_no_block_divides(strict, error, reference, one_program):  
     for block_size, groups in LENGTHS[strict].items():
         for length in itertools.chain(*groups):
             *args, cotangent = problem(length, strict=strict, seed=length)
-            check_eagerly(error, reference, args, cotangent, 1e-5, 1e-4, strict=strict, block_size=block_size,
-                          case=(block_size, length))
+            check_eagerly(
+                error,
+                reference,
+                args,
+                cotangent,
+                1e-5,
+                1e-4,
+                strict=strict,
+                block_size=block_size,
+                case=(block_size, length),
+            )
 
 
 def test_no_score_gradient_at_one_position():  # H02
@@ -129,9 +162,17 @@ def test_no_score_gradient_at_one_position():  # H02
     assert np.abs(grads[1]).max() < 1e-7
 
 
-@pytest.mark.parametrize("dtype, gamma, ridge", [
-    *((dtype, *case) for dtype in (jnp.float32, jnp.bfloat16)
-      for case in ((0.0, 1e-10), (0.1, 1e-10), (1.0, 1e-2), (8.0, 1e-10))), (jnp.float16, 0.1, 1e-2)])
+@pytest.mark.parametrize(
+    "dtype, gamma, ridge",
+    [
+        *(
+            (dtype, *case)
+            for dtype in (jnp.float32, jnp.bfloat16)
+            for case in ((0.0, 1e-10), (0.1, 1e-10), (1.0, 1e-2), (8.0, 1e-10))
+        ),
+        (jnp.float16, 0.1, 1e-2),
+    ],
+)
 def test_reference_norms(dtype, gamma, ridge, error, reference):  # H03
     *args, cotangent = problem(70, gamma=gamma, ridge=ridge, dtype=dtype)
     forward, backward = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
@@ -150,10 +191,14 @@ def test_many_blocks(gamma, strict, dtype, error, reference):
     forward = error(u, expected)
     # Where all keys are equal or one weight is 1 the scores have next to no gradient, only that of the right side.
     sizes = [max(np.abs(x).max(), np.abs(expected_grads[2]).max() * 1e-6) for x in expected_grads]
-    backward = max(np.abs(np.asarray(grad, np.float64) - wanted).max() / size
-                   for grad, wanted, size in zip(grads, expected_grads, sizes))
-    print(f"\n{jnp.dtype(dtype).name} norm {gamma} {'DeltaFormer' if strict else 'Cubit'}: u {forward:.1e}, "
-          f"gradient {backward:.1e}")
+    backward = max(
+        np.abs(np.asarray(grad, np.float64) - wanted).max() / size
+        for grad, wanted, size in zip(grads, expected_grads, sizes)
+    )
+    print(
+        f"\n{jnp.dtype(dtype).name} norm {gamma} {'DeltaFormer' if strict else 'Cubit'}: u {forward:.1e}, "
+        f"gradient {backward:.1e}"
+    )
     limits = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
     assert forward < limits[0]
     assert backward < limits[1]
@@ -216,8 +261,9 @@ def test_documents_do_not_mix():  # H10
     query, key, rhs, ridge, _ = problem(70)
     ids = np.repeat([[1, 2]], [30, 40], axis=1)
     u, _ = device((query, key, rhs, ridge), np.zeros_like(rhs), strict=False, segment_ids=ids, block_size=16)
-    alone, _ = device(tuple(x[:, 30:] for x in (query, key, rhs)) + (ridge,), np.zeros_like(rhs[:, 30:]), strict=False,
-                      block_size=16)
+    alone, _ = device(
+        tuple(x[:, 30:] for x in (query, key, rhs)) + (ridge,), np.zeros_like(rhs[:, 30:]), strict=False, block_size=16
+    )
     np.testing.assert_allclose(u[:, 30:], alone, atol=1e-5)
     changed = [x.copy() for x in (query, key, rhs)]
     for x in changed:
@@ -244,8 +290,9 @@ def test_head_dims(dtype, error, reference, one_program):  # H07
     limits = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
     for head_dim in (8, 16, 24, 48, 64, 80, 96, 128) + (256,) * (dtype == jnp.bfloat16):  # float32: see test_refusals
         *args, cotangent = problem(33, head_dim, strict=True, dtype=dtype, num_heads=1)
-        check_eagerly(error, reference, args, cotangent, *limits, strict=True, scale=head_dim**-0.5, block_size=16,
-                      case=head_dim)
+        check_eagerly(
+            error, reference, args, cotangent, *limits, strict=True, scale=head_dim**-0.5, block_size=16, case=head_dim
+        )
 
 
 def test_float32_rhs_beside_bfloat16_keys(error, reference):
@@ -291,7 +338,8 @@ def test_refusals():
 def test_tile_ranges():
     """Tile ranges: a block starts at the first block it can see, and nothing is skipped that it sees."""
     settings = kernel_solve_gpu.Settings(
-        strict=False, segmented=True, window=20, scale=1.0, rows=16, half=False, interpret=True)
+        strict=False, segmented=True, window=20, scale=1.0, rows=16, half=False, interpret=True
+    )
     ids = np.zeros(96, np.int32)
     ids[:40], ids[40:90] = 5, 2
     first, last = kernel_solve_gpu._tile_range(jnp.asarray(ids)[None], 1, 96, settings)

@@ -108,8 +108,13 @@ def test_three_hundred_bfloat16_steps_stay_finite(micro_config):  # H03
         step = jax.jit(train_step.make_train_step(model, config))
         for _ in range(300):
             tokens = rng.integers(0, config.model.vocab_size, (2, config.seq_len + 1), dtype=np.int32)
-            batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": rows.astype(np.float32),
-                     "segment_ids": rows, "positions": np.cumsum(rows, axis=1) - 1}
+            batch = {
+                "tokens": tokens[:, :-1],
+                "targets": tokens[:, 1:],
+                "weights": rows.astype(np.float32),
+                "segment_ids": rows,
+                "positions": np.cumsum(rows, axis=1) - 1,
+            }
             state, metrics = step(state, batch)
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(metrics)))
     assert state["step"] == 300

@@ -91,18 +91,31 @@ def test_what_crosses_slices_goes_by_the_members_of_the_groups():
     found, _ = traffic(PROGRAM, [0] * 4 + [1] * 4)
     across = {kind: value.across for kind, value in found.items()}
     # Groups of four neighbours and of two stay inside; 0 and 4 are partners of the all-to-all; 3 sends to 4.
-    assert across == {"all-gather": (1024 + 3 * 128) * 7 // 8, "reduce-scatter": 64 * 7 + 12 * 7, "all-reduce": 0,
-                      "all-to-all": 96, "collective-permute": 40}
+    assert across == {
+        "all-gather": (1024 + 3 * 128) * 7 // 8,
+        "reduce-scatter": 64 * 7 + 12 * 7,
+        "all-reduce": 0,
+        "all-to-all": 96,
+        "collective-permute": 40,
+    }
 
 
-@pytest.mark.parametrize("groups, crosses", [
-    ("mesh['a'=2,'b'=4] {'b'}", False), ("mesh['a'=2,'b'=4] {'a'}", True),
-    ("mesh['a'=8] {'a':(1)2}", True), ("mesh['a'=8] {'a':(2)4}", False),
-    ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", False),
-    ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", True),
-    ("mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'a'}", False),
-    ("[2,4]<=[8]", False), ("[4,2]<=[2,4]T(1,0)", True), ("{{0,4},{1,5},{2,6},{3,7}}", True), ("{}", True),
-])
+@pytest.mark.parametrize(
+    "groups, crosses",
+    [
+        ("mesh['a'=2,'b'=4] {'b'}", False),
+        ("mesh['a'=2,'b'=4] {'a'}", True),
+        ("mesh['a'=8] {'a':(1)2}", True),
+        ("mesh['a'=8] {'a':(2)4}", False),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", False),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", True),
+        ("mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'a'}", False),
+        ("[2,4]<=[8]", False),
+        ("[4,2]<=[2,4]T(1,0)", True),
+        ("{{0,4},{1,5},{2,6},{3,7}}", True),
+        ("{}", True),
+    ],
+)
 def test_ways_to_write_groups(groups, crosses):
     gather = f"  ROOT %r = f32[4] all-gather(%x), replica_groups={groups}, dimensions={{0}}"
     text = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n{gather}\n}}\n"
@@ -111,13 +124,16 @@ def test_ways_to_write_groups(groups, crosses):
 
 
 def test_what_a_host_sends_to_other_slices():
-    send = ('  %sent = (f32[2,64]{1,0:T(1,128)}, u32[], token[]) send(%sum, %after), is_host_transfer=true, '
-            'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
-            '_xla_megascale_transfer_type="ALL_REDUCE"}')
+    send = (
+        "  %sent = (f32[2,64]{1,0:T(1,128)}, u32[], token[]) send(%sum, %after), is_host_transfer=true, "
+        'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        '_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
     other = "  %own = (f32[64], u32[], token[]) send(%x, %after), channel_id=4, is_host_transfer=true"
     found, _ = traffic(f"ENTRY %main (x: f32[4]) -> f32[4] {{\n{send}\n{other}\n}}\n", [0] * 4 + [1] * 4)
     assert {kind: (value.count, value.sent, value.across) for kind, value in found.items()} == {
-        "all-reduce": (1, 512, 512)}
+        "all-reduce": (1, 512, 512)
+    }
 
 
 def test_loop_of_unknown_length_is_named_and_counts_once():
@@ -138,6 +154,7 @@ def test_a_program_that_this_jax_compiles():
     def step(x, w):
         def layer(x, w):
             return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))), None
+
         return jax.lax.scan(layer, x, w)[0]
 
     x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
@@ -168,8 +185,10 @@ def test_collectives_of_a_shard_map_share_a_channel_and_all_count():
     np.testing.assert_allclose(found["all-to-all"].sent, 10 * 2 * 32 * 4 * 7 / 8)
 
 
-@pytest.mark.parametrize("old, new", [
-    ('chain_id="0"', 'chain_id="1"'), ("channel_id=7", "channel_id=8"), (', frontend_attributes={chain_id="0"}', "")])
+@pytest.mark.parametrize(
+    "old, new",
+    [('chain_id="0"', 'chain_id="1"'), ("channel_id=7", "channel_id=8"), (', frontend_attributes={chain_id="0"}', "")],
+)
 def test_collectives_in_several_fusions_count_once_only_as_parts_of_one(old, new):
     text = PROGRAM.replace(old, new, 1)  # in the first of the two
     assert traffic(text, ONE_SLICE)[0]["all-gather"].count == 12 + 1 + 3 * 2

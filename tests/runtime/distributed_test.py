@@ -22,35 +22,70 @@ from cubit_jax.runtime.errors import UserError
 pytestmark = pytest.mark.xdist_group("distributed")  # they share compiled programs and a run
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 10  # of the heartbeat, seconds
-FIELDS = {"model.vocab_size": 300, "model.num_layers": 1, "model.model_dim": 8, "model.num_heads": 2,
-          "model.head_dim": 4, "model.mlp_dim": 8, "model.remat": "none", "seq_len": 32, "batch_size": 8,
-          "log_every": 1, "eval_every": 0, "diagnostics_every": 0, "checkpoint_every": 4, "data.source": "files",
-          "data.heldout_fraction": 0.2, "num_steps": 100_000,
-          # a learning rate that does not depend on num_steps, and does not magnify rounding
-          "optimizer.schedule": "wsd", "optimizer.end_fraction": 1.0, "optimizer.warmup_steps": 2,
-          "optimizer.learning_rate": 1e-3}
+FIELDS = {
+    "model.vocab_size": 300,
+    "model.num_layers": 1,
+    "model.model_dim": 8,
+    "model.num_heads": 2,
+    "model.head_dim": 4,
+    "model.mlp_dim": 8,
+    "model.remat": "none",
+    "seq_len": 32,
+    "batch_size": 8,
+    "log_every": 1,
+    "eval_every": 0,
+    "diagnostics_every": 0,
+    "checkpoint_every": 4,
+    "data.source": "files",
+    "data.heldout_fraction": 0.2,
+    "num_steps": 100_000,
+    # a learning rate that does not depend on num_steps, and does not magnify rounding
+    "optimizer.schedule": "wsd",
+    "optimizer.end_fraction": 1.0,
+    "optimizer.warmup_steps": 2,
+    "optimizer.learning_rate": 1e-3,
+}
 
 
 @pytest.fixture(scope="module")
 def start(quick_programs, corpus):
     """start(workdir, processes, devices, fields) -> the running processes; the last of them gets `last` as well."""
+
     def run(workdir, processes=2, devices=4, fields=None, *, program="train", last=()):
         flags = [f"--workdir={workdir}"]
         if program == "train":
             fields = FIELDS | {"data.path": f"{corpus}/*.txt"} | (fields or {})
-            flags += ["--config=configs/transformer.py:tiny",
-                      *(f"--config.{name}={value}" for name, value in fields.items())]
+            flags += [
+                "--config=configs/transformer.py:tiny",
+                *(f"--config.{name}={value}" for name, value in fields.items()),
+            ]
         if processes > 1:
-            flags += [f"--coordinator_address=localhost:{free_port()}", f"--num_processes={processes}",
-                      f"--heartbeat_timeout_seconds={TIMEOUT}"]
+            flags += [
+                f"--coordinator_address=localhost:{free_port()}",
+                f"--num_processes={processes}",
+                f"--heartbeat_timeout_seconds={TIMEOUT}",
+            ]
         xla_flags = re.sub(r"device_count=\d+", f"device_count={devices}", quick_programs["XLA_FLAGS"])
         environment = quick_programs | {"XLA_FLAGS": xla_flags, "PYTHONUNBUFFERED": "1"}
         return [
             subprocess.Popen(
-                [sys.executable, "-m", f"cubit_jax.{program}", *flags,
-                 *([f"--process_id={index}"] if processes > 1 else []), *(last if index == processes - 1 else ())],
-                cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for index in range(processes)]
+                [
+                    sys.executable,
+                    "-m",
+                    f"cubit_jax.{program}",
+                    *flags,
+                    *([f"--process_id={index}"] if processes > 1 else []),
+                    *(last if index == processes - 1 else ()),
+                ],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for index in range(processes)
+        ]
+
     return run
 
 
@@ -89,7 +124,8 @@ def saved_steps(workdir):
 
 
 def test_two_processes_preempted_killed_and_gone_on_with_by_one_are_one_run(
-        start, corpus, micro_config, tmp_path):  # H19, H28
+    start, corpus, micro_config, tmp_path
+):  # H19, H28
     """Every step stands in the metrics once, with the loss of a run that one process made without a stop."""
     workdir = tmp_path / "run"
     processes = start(workdir)
@@ -118,8 +154,10 @@ def test_two_processes_preempted_killed_and_gone_on_with_by_one_are_one_run(
     going_on, end = saved_steps(workdir)[-1], records(workdir)[-1]["step"] + 5
     (output,) = finish(start(workdir, processes=1, fields={"num_steps": end, "mesh.fsdp": 2}))
     assert f"resumed     at step {going_on}\n" in output
-    train.train(micro_config("transformer", **FIELDS | {"num_steps": end, "data.path": f"{corpus}/*.txt"}),
-                tmp_path / "straight")
+    train.train(
+        micro_config("transformer", **FIELDS | {"num_steps": end, "data.path": f"{corpus}/*.txt"}),
+        tmp_path / "straight",
+    )
     actual, expected = records(workdir), records(tmp_path / "straight")
     assert [record["step"] for record in actual] == list(range(1, end + 1))
     for ours, theirs in zip(actual, expected):
@@ -137,8 +175,14 @@ def test_two_processes_finish_a_run_and_report_once(start, tmp_path):
     """Sharded over both; the sample at the end is computed by both; a second start says that the run is complete."""
     fields = {"num_steps": 5, "mesh.fsdp": 4, "mesh.tensor": 2, "batch_size": 4, "profile.first_step": 2}
     first, second = finish(start(tmp_path, fields=fields))
-    for words in ("2 processes; one that is lost", "mesh: fsdp=4 tensor=2", "5 steps of 4 x 32", "held-out    loss",
-                  "sample", "profile     of steps 2 to 4"):
+    for words in (
+        "2 processes; one that is lost",
+        "mesh: fsdp=4 tensor=2",
+        "5 steps of 4 x 32",
+        "held-out    loss",
+        "sample",
+        "profile     of steps 2 to 4",
+    ):
         assert words in first and words not in second
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5]
     assert saved_steps(tmp_path) == [4, 5]
@@ -148,8 +192,10 @@ def test_two_processes_finish_a_run_and_report_once(start, tmp_path):
 def test_config_of_one_process_differs(start, tmp_path):
     flags = ["--config.optimizer.learning_rate=0.5", "--config.mesh.fsdp=4"]
     first, second = finish(start(tmp_path / "run", last=flags), [1, 1])
-    message = ("the processes were given different configs; process 0 there: mesh.fsdp (1 there, 4 here), "
-               "optimizer.learning_rate (0.001 there, 0.5 here)")
+    message = (
+        "the processes were given different configs; process 0 there: mesh.fsdp (1 there, 4 here), "
+        "optimizer.learning_rate (0.001 there, 0.5 here)"
+    )
     assert f"error: process 1: {message}" in first and f"error: {message}" in second
     assert "Traceback" not in first + second
     assert not (tmp_path / "run").exists()
@@ -172,16 +218,29 @@ def test_batch_that_four_processes_cannot_share(start, tmp_path):  # H28
 
 
 def flag_values(coordinator_address=None, num_processes=None, process_id=None):
-    return types.SimpleNamespace(coordinator_address=coordinator_address, num_processes=num_processes,
-                                 process_id=process_id, heartbeat_timeout_seconds=100)
+    return types.SimpleNamespace(
+        coordinator_address=coordinator_address,
+        num_processes=num_processes,
+        process_id=process_id,
+        heartbeat_timeout_seconds=100,
+    )
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"num_processes": 2}, "--coordinator_address and --process_id missing: give --coordinator_address, "),
-    ({"coordinator_address": "host", "num_processes": 2, "process_id": 0}, "--coordinator_address=host must be HOST:P"),
-    ({"coordinator_address": "no.host.invalid:1", "num_processes": 2, "process_id": 0}, "=no.host.invalid:1: "),
-    ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2}, "--process_id=2 must be from 0 to "),
-])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"num_processes": 2}, "--coordinator_address and --process_id missing: give --coordinator_address, "),
+        (
+            {"coordinator_address": "host", "num_processes": 2, "process_id": 0},
+            "--coordinator_address=host must be HOST:P",
+        ),
+        ({"coordinator_address": "no.host.invalid:1", "num_processes": 2, "process_id": 0}, "=no.host.invalid:1: "),
+        (
+            {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2},
+            "--process_id=2 must be from 0 to ",
+        ),
+    ],
+)
 def test_flags_that_do_not_fit_each_other(monkeypatch, given, words):
     monkeypatch.setattr(distributed.flags, "FLAGS", flag_values(**given))
     monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda **_: pytest.fail("must not connect"))
@@ -190,14 +249,28 @@ def test_flags_that_do_not_fit_each_other(monkeypatch, given, words):
     assert words in str(caught.value)
 
 
-SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
-         "SLURM_LOCALID": "0"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "a[1-2]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
 GKE = {"TPU_WORKER_HOSTNAMES": "a,b,c,d"}
 
 
 def set_environment(monkeypatch, variables, platforms):
-    names = {*SLURM, *GKE, "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES",
-             "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
+    names = {
+        *SLURM,
+        *GKE,
+        "OMPI_MCA_orte_hnp_uri",
+        "OMPI_COMM_WORLD_SIZE",
+        "MEGASCALE_NUM_SLICES",
+        "TPU_PROCESS_ADDRESSES",
+        "TPU_SKIP_MDS_QUERY",
+        "KUBERNETES_SERVICE_HOST",
+        "JOB_COMPLETION_INDEX",
+    }
     for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -206,19 +279,23 @@ def set_environment(monkeypatch, variables, platforms):
     monkeypatch.setattr(distributed.jax, "config", config)
 
 
-@pytest.mark.parametrize("variables, platforms, cluster", [
-    ({}, "cpu", None),
-    ({}, None, None),
-    (SLURM, None, ("SLURM", 2)),
-    ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, None, None),  # without srun
-    ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "4"}, None, ("Open MPI", 4)),
-    (GKE, "tpu,cpu", ("Cloud TPU", 4)),
-    (GKE | {"MEGASCALE_NUM_SLICES": "2"}, "tpu,cpu", ("Cloud TPU", 8)),
-    (GKE, "cpu", None),
-    ({}, "tpu,cpu", ("Cloud TPU", None)),
-    ({"TPU_SKIP_MDS_QUERY": "1"}, "tpu,cpu", None),  # TPU chips outside Google's clouds
-    ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, None, ("Kubernetes", None)),
-], ids=str)
+@pytest.mark.parametrize(
+    "variables, platforms, cluster",
+    [
+        ({}, "cpu", None),
+        ({}, None, None),
+        (SLURM, None, ("SLURM", 2)),
+        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}, None, None),  # without srun
+        ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "4"}, None, ("Open MPI", 4)),
+        (GKE, "tpu,cpu", ("Cloud TPU", 4)),
+        (GKE | {"MEGASCALE_NUM_SLICES": "2"}, "tpu,cpu", ("Cloud TPU", 8)),
+        (GKE, "cpu", None),
+        ({}, "tpu,cpu", ("Cloud TPU", None)),
+        ({"TPU_SKIP_MDS_QUERY": "1"}, "tpu,cpu", None),  # TPU chips outside Google's clouds
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, None, ("Kubernetes", None)),
+    ],
+    ids=str,
+)
 def test_cluster_is_recognized_by_its_environment(monkeypatch, variables, platforms, cluster):
     set_environment(monkeypatch, variables, platforms)
     assert distributed._cluster() == cluster
@@ -229,16 +306,29 @@ def test_cluster_is_recognized_by_its_environment(monkeypatch, variables, platfo
         distributed.require_one_process("generate")
 
 
-@pytest.mark.parametrize("platforms, variables, error, words", [
-    ("tpu,cpu", {}, ValueError("coordinator_address should be defined."), None),
-    ("tpu,cpu", {}, RuntimeError("metadata"), "cannot join the other processes of Cloud TPU: metadata; --num_proces"),
-    (None, {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "0"}, ValueError("not defined"),
-     "cannot join the other processes of Kubernetes: not defined; "),
-    (None, SLURM | {"SLURM_NTASKS": "1"}, AssertionError("must not connect"), None),
-])
+@pytest.mark.parametrize(
+    "platforms, variables, error, words",
+    [
+        ("tpu,cpu", {}, ValueError("coordinator_address should be defined."), None),
+        (
+            "tpu,cpu",
+            {},
+            RuntimeError("metadata"),
+            "cannot join the other processes of Cloud TPU: metadata; --num_proces",
+        ),
+        (
+            None,
+            {"KUBERNETES_SERVICE_HOST": "a", "JOB_COMPLETION_INDEX": "0"},
+            ValueError("not defined"),
+            "cannot join the other processes of Kubernetes: not defined; ",
+        ),
+        (None, SLURM | {"SLURM_NTASKS": "1"}, AssertionError("must not connect"), None),
+    ],
+)
 def test_alone_or_refused_where_jax_finds_nobody(monkeypatch, platforms, variables, error, words):
     def initialize(**_):
         raise error
+
     set_environment(monkeypatch, variables, platforms)
     monkeypatch.setattr(distributed.flags, "FLAGS", flag_values())
     monkeypatch.setattr(distributed.jax.distributed, "initialize", initialize)

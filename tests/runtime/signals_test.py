@@ -13,8 +13,10 @@ from cubit_jax.runtime.signals import StopRequest
 def received():
     """Signals that reach what was there before, a launcher or JAX."""
     names = []
-    previous = {number: signal.signal(number, lambda number, _: names.append(signal.Signals(number).name))
-                for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {
+        number: signal.signal(number, lambda number, _: names.append(signal.Signals(number).name))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     yield names
     for number, handler in previous.items():
         signal.signal(number, handler)

@@ -35,8 +35,9 @@ def make_model(config):
 def shapes_of(config_json, data=1, fsdp=1, tensor=1):
     """Shapes with shardings of the state on a mesh."""
     config = config_dict.ConfigDict(json.loads(config_json))
-    mesh = partitioning.make_mesh({**ONE_DEVICE, "data": data, "fsdp": fsdp, "tensor": tensor},
-                                  jax.devices()[: data * fsdp * tensor])
+    mesh = partitioning.make_mesh(
+        {**ONE_DEVICE, "data": data, "fsdp": fsdp, "tensor": tensor}, jax.devices()[: data * fsdp * tensor]
+    )
     return train_step.state_shapes(make_model(config), config, mesh)[0]
 
 
@@ -47,6 +48,7 @@ def make_state(config, step, **sizes):
     def one(leaf):
         array = random.normal(size=leaf.shape) if leaf.ndim else np.asarray(step)
         return jax.device_put(array.astype(leaf.dtype), leaf.sharding)
+
     return jax.tree.map(one, shapes_of(config.to_json(), **sizes))
 
 
@@ -132,19 +134,27 @@ def test_process_with_fewer_devices_restores_the_same_bits(config, tmp_path, dev
     checkpoints.close()
     expected = hashlib.sha256(b"".join(bytes(jax.device_get(leaf)) for leaf in jax.tree.leaves(state))).hexdigest()
     output = subprocess.run(
-        [sys.executable, "-c", _OTHER_DEVICES, config.to_json(), str(tmp_path)], capture_output=True, text=True,
-        timeout=300, cwd=pathlib.Path(__file__).parents[2],
-        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"})
+        [sys.executable, "-c", _OTHER_DEVICES, config.to_json(), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=pathlib.Path(__file__).parents[2],
+        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+    )
     assert output.stdout.split() == [str(devices), "40", expected], output.stderr
 
 
-@pytest.mark.parametrize("fields, words", [  # H21
-    ({"model.num_layers": 4}, ["layers/block_0", "[2, 16, 2, 8]", "[4, 16, 2, 8]"]),
-    ({"model.model_dim": 32}, ["embed/embedding", "[300, 16]", "[300, 32]"]),
-    ({"model.mixers": ("deltaformer",), "model.options": {}}, ["w_proj", "missing", "r_proj", "only"]),
-    ({"model.scan_layers": False}, ["layer_0/mixer/k_proj/kernel is missing"]),
-    ({"model.tie_embeddings": True}, ["lm_head/kernel is in the checkpoint only"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "fields, words",
+    [  # H21
+        ({"model.num_layers": 4}, ["layers/block_0", "[2, 16, 2, 8]", "[4, 16, 2, 8]"]),
+        ({"model.model_dim": 32}, ["embed/embedding", "[300, 16]", "[300, 32]"]),
+        ({"model.mixers": ("deltaformer",), "model.options": {}}, ["w_proj", "missing", "r_proj", "only"]),
+        ({"model.scan_layers": False}, ["layer_0/mixer/k_proj/kernel is missing"]),
+        ({"model.tie_embeddings": True}, ["lm_head/kernel is in the checkpoint only"]),
+    ],
+    ids=str,
+)
 def test_checkpoint_of_another_model_lists_what_differs(micro_config, config, tmp_path, fields, words):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, make_state(config, 1), b"{}")
@@ -152,14 +162,17 @@ def test_checkpoint_of_another_model_lists_what_differs(micro_config, config, tm
     other = micro_config("cubit", **{name: value for name, value in fields.items() if name != "model.options"})
     if "model.options" in fields:
         other.model.options = fields["model.options"]
-    for restore in (lambda: checkpoints.restore(shapes_of(other.to_json())),
-                    lambda: load_params(tmp_path, make_model(other))):
+    for restore in (
+        lambda: checkpoints.restore(shapes_of(other.to_json())),
+        lambda: load_params(tmp_path, make_model(other)),
+    ):
         with pytest.raises(UserError, match="is of another model") as caught:
             restore()
         listed = str(caught.value)
         assert "\n" not in listed and len(listed) < 1500
-    everything = "; ".join(checkpoint.differences(shapes_of(config.to_json())["params"],
-                                                  shapes_of(other.to_json())["params"]))
+    everything = "; ".join(
+        checkpoint.differences(shapes_of(config.to_json())["params"], shapes_of(other.to_json())["params"])
+    )
     assert all(word in everything for word in words), everything
     checkpoints.close()
 
@@ -242,4 +255,5 @@ def test_part_of_a_checkpoint_that_a_killed_process_left_is_not_taken(config, tm
 def test_bfloat16_checkpoint_is_not_taken_for_float32():
     saved = {"a": jnp.zeros(3, jnp.bfloat16)}
     assert checkpoint.differences(saved, {"a": jnp.zeros(3)}) == [
-        "a is bfloat16[3] in the checkpoint and float32[3] in the model"]
+        "a is bfloat16[3] in the checkpoint and float32[3] in the model"
+    ]

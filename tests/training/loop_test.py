@@ -37,18 +37,32 @@ def make_loop(config, folder, *, batches=None, bad=(), **changes):
     def step_fn(state, batch):
         step = int(state["step"]) + 1
         skip = step in bad
-        state = {"params": {"sum": state["params"]["sum"] + batch * (not skip)}, "step": jnp.int32(step),
-                 "skipped_in_a_row": jnp.int32((state["skipped_in_a_row"] + 1) * skip)}
+        state = {
+            "params": {"sum": state["params"]["sum"] + batch * (not skip)},
+            "step": jnp.int32(step),
+            "skipped_in_a_row": jnp.int32((state["skipped_in_a_row"] + 1) * skip),
+        }
         numbers = dict.fromkeys(("gradient_norm", "parameter_norm", "learning_rate", "skipped"), 0.0)
         return state, numbers | {"loss": float(step), "tokens": 10, "skipped_in_a_row": state["skipped_in_a_row"]}
 
-    return Loop(**{
-        "config": config, "model_config": types.SimpleNamespace(mixers=("cubit",)), "step_fn": step_fn,
-        "diagnostics_fn": lambda params, batch: {"layers/block_0/mixer/ridge_min": jnp.ones(2)},
-        "evaluate": lambda params: {"eval/loss": float(params["sum"])}, "put": lambda batch: batch, "batches": batches,
-        "data_state": lambda: json.dumps({"position": batches.position}).encode(), "checkpoints": checkpoints,
-        "writers": metrics.open_writers(folder, 0), "stop": stop,
-        "trace": Trace(folder / "profile", **config.profile), "flops_per_token": 1.0, **changes})
+    return Loop(
+        **{
+            "config": config,
+            "model_config": types.SimpleNamespace(mixers=("cubit",)),
+            "step_fn": step_fn,
+            "diagnostics_fn": lambda params, batch: {"layers/block_0/mixer/ridge_min": jnp.ones(2)},
+            "evaluate": lambda params: {"eval/loss": float(params["sum"])},
+            "put": lambda batch: batch,
+            "batches": batches,
+            "data_state": lambda: json.dumps({"position": batches.position}).encode(),
+            "checkpoints": checkpoints,
+            "writers": metrics.open_writers(folder, 0),
+            "stop": stop,
+            "trace": Trace(folder / "profile", **config.profile),
+            "flops_per_token": 1.0,
+            **changes,
+        }
+    )
 
 
 def initial():
@@ -68,8 +82,16 @@ def lines(folder):
 
 @pytest.fixture
 def config(micro_config):
-    return micro_config(**{"num_steps": 23, "checkpoint_every": 10, "eval_every": 8, "log_every": 5,
-                           "diagnostics_every": 6, "keep_checkpoints": 5})
+    return micro_config(
+        **{
+            "num_steps": 23,
+            "checkpoint_every": 10,
+            "eval_every": 8,
+            "log_every": 5,
+            "diagnostics_every": 6,
+            "keep_checkpoints": 5,
+        }
+    )
 
 
 @pytest.mark.parametrize("num_steps, saved", [(23, [10, 20, 23]), (20, [10, 20])])
@@ -127,6 +149,7 @@ def test_signal_ends_the_step_at_hand_and_saves(config, tmp_path):
         if batch == 7:
             loop.stop.name = "SIGTERM"
         return step_fn(state, batch)
+
     loop.step_fn = with_signal
     state, _, _ = loop.run(initial())
     assert int(state["step"]) == 7
@@ -157,6 +180,7 @@ def test_folder_lost_while_training_ends_the_run_at_the_next_save(config, tmp_pa
         shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / "checkpoints").write_text("in the way")
         return {"eval/loss": 0.0}
+
     loop.evaluate = lose
     with pytest.raises(SaveError, match="cannot write a checkpoint"):
         loop.run(initial())
@@ -173,6 +197,7 @@ def test_profile_holds_the_steps_asked_for(config, tmp_path, capsys, num_steps, 
     def named(state, batch):
         with jax.profiler.TraceAnnotation(f"batch {batch}"):
             return step_fn(state, batch)
+
     loop.step_fn = named
     loop.run(initial())
     (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
@@ -188,11 +213,18 @@ def test_nothing_is_profiled_by_default(config, tmp_path):
 
 def test_diagnostics_of_a_pattern_of_mixers_are_named_by_layer():
     pattern = types.SimpleNamespace(mixers=("cubit", "attention"))
-    values = {"layers/block_0/mixer/ridge_min": jnp.array([1.0, 2.0]),
-              "layers/block_1/mlp/energy": jnp.array([[3.0, 4.0], [5.0, 6.0]])}
+    values = {
+        "layers/block_0/mixer/ridge_min": jnp.array([1.0, 2.0]),
+        "layers/block_1/mlp/energy": jnp.array([[3.0, 4.0], [5.0, 6.0]]),
+    }
     assert flatten_diagnostics(values, pattern) == {
-        "diagnostics/layer_0/mixer/ridge_min": 1.0, "diagnostics/layer_2/mixer/ridge_min": 2.0,
-        "diagnostics/layer_1/mlp/energy/0": 3.0, "diagnostics/layer_1/mlp/energy/1": 4.0,
-        "diagnostics/layer_3/mlp/energy/0": 5.0, "diagnostics/layer_3/mlp/energy/1": 6.0}
+        "diagnostics/layer_0/mixer/ridge_min": 1.0,
+        "diagnostics/layer_2/mixer/ridge_min": 2.0,
+        "diagnostics/layer_1/mlp/energy/0": 3.0,
+        "diagnostics/layer_1/mlp/energy/1": 4.0,
+        "diagnostics/layer_3/mlp/energy/0": 5.0,
+        "diagnostics/layer_3/mlp/energy/1": 6.0,
+    }
     assert flatten_diagnostics({"layer_5/mixer/ridge_min": jnp.float32(7)}, pattern) == {
-        "diagnostics/layer_5/mixer/ridge_min": 7.0}
+        "diagnostics/layer_5/mixer/ridge_min": 7.0
+    }

@@ -36,7 +36,13 @@ def test_lines_beyond_the_restored_step_and_half_lines_go(tmp_path):
         writers.write(step, {"train/loss": 20.0 + step})
     writers.close()
     assert [(record["step"], record["train/loss"]) for record in records(tmp_path)] == [
-        (1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 25.0), (6, 26.0)]
+        (1, 11.0),
+        (2, 12.0),
+        (3, 13.0),
+        (4, 24.0),
+        (5, 25.0),
+        (6, 26.0),
+    ]
 
 
 def test_other_processes_write_nothing(tmp_path):
@@ -80,8 +86,15 @@ def test_tensorboard_hides_what_is_beyond_the_restored_step(tmp_path):
 
 
 def test_flops_of_a_token_by_hand():
-    shape = {"vocab_size": 10, "num_layers": 2, "model_dim": 8, "num_heads": 2, "head_dim": 4, "mlp_dim": 16,
-             "seq_len": 32}
+    shape = {
+        "vocab_size": 10,
+        "num_layers": 2,
+        "model_dim": 8,
+        "num_heads": 2,
+        "head_dim": 4,
+        "mlp_dim": 16,
+        "seq_len": 32,
+    }
     matrices = 2 * (4 * 8 * 8 + 3 * 8 * 16) + 8 * 10  # what is multiplied with: four or three a layer, and the head
     attention = flops_per_token(ModelConfig(**shape), matrices + 80)
     assert attention == 6 * matrices + 2 * (3 * 2 * 2 * 16 * 8)  # 3 passes, 2 products, 2 FLOP, 16 columns, H K = 8

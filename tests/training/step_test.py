@@ -24,8 +24,13 @@ def make_batch(config, real=None, seed=0):
     tokens = random.integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), dtype=np.int32)
     real = np.full(shape[0], shape[1]) if real is None else np.asarray(real)
     mask = np.arange(shape[1]) < real[:, None]
-    return {"tokens": tokens[:, :-1] * mask, "targets": tokens[:, 1:] * mask, "weights": mask.astype(np.float32),
-            "segment_ids": mask.astype(np.int32), "positions": np.arange(shape[1], dtype=np.int32) * mask}
+    return {
+        "tokens": tokens[:, :-1] * mask,
+        "targets": tokens[:, 1:] * mask,
+        "weights": mask.astype(np.float32),
+        "segment_ids": mask.astype(np.int32),
+        "positions": np.arange(shape[1], dtype=np.int32) * mask,
+    }
 
 
 @functools.lru_cache(maxsize=2)
@@ -72,8 +77,9 @@ def assert_same_params(actual, expected, limit=1e-6):
 def uneven(micro_config):
     """A config, batches whose rows have 10 and 90 real tokens, and the result of three steps of the whole batch."""
     # An epsilon above the rounding of tiny gradients, which Adam would otherwise turn into steps of full size.
-    config = micro_config("cubit", **{"seq_len": 96, "batch_size": 8, "optimizer.eps": 1e-4,
-                                      "optimizer.warmup_steps": 0})
+    config = micro_config(
+        "cubit", **{"seq_len": 96, "batch_size": 8, "optimizer.eps": 1e-4, "optimizer.warmup_steps": 0}
+    )
     batches = [make_batch(config, real=[10, 90] * 4, seed=seed) for seed in range(3)]
     return config, batches, run(config, batches)
 
@@ -130,14 +136,23 @@ def test_update_that_is_not_finite_is_left_out_and_counted(micro_config):
 
 
 def test_bfloat16_compute_keeps_float32_weights_that_move_at_a_small_rate(micro_config):  # H08
-    config = micro_config("cubit", **{
-        "model.dtype": "bfloat16", "model.remat": "full", "num_steps": 100, "optimizer.learning_rate": 1e-5,
-        "optimizer.warmup_steps": 0, "batch_size": 4})
+    config = micro_config(
+        "cubit",
+        **{
+            "model.dtype": "bfloat16",
+            "model.remat": "full",
+            "num_steps": 100,
+            "optimizer.learning_rate": 1e-5,
+            "optimizer.warmup_steps": 0,
+            "batch_size": 4,
+        },
+    )
     batches = [make_batch(config, seed=seed) for seed in range(100)]
     start, _ = run(config, [])
     state, history = run(config, batches)
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((state["params"], state["opt_state"]))
-               if leaf.ndim)
+    assert all(
+        leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((state["params"], state["opt_state"])) if leaf.ndim
+    )
     assert all(np.isfinite(metrics["loss"]) for metrics in history)
     moved = sum(int((a != b).sum()) for a, b in zip(*map(jax.tree.leaves, (start["params"], state["params"]))))
     assert moved > 0.99 * sum(leaf.size for leaf in jax.tree.leaves(state["params"]))

@@ -101,25 +101,35 @@ def test_other_number_of_recursions(run, tmp_path):
 
 
 def program(name, *arguments):
-    return subprocess.run([sys.executable, "-m", f"cubit_jax.{name}", *arguments], cwd=ROOT, capture_output=True,
-                          text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", f"cubit_jax.{name}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_generate_prints_what_the_library_generates(run, tmp_path):
     folder, _, _, tokenizer, model, params = run
     (tmp_path / "prompt.txt").write_text("says hello 7\ntimes")
-    result = program("generate", f"--workdir={folder}", "--prompt=document 3", f"--prompt_file={tmp_path}/prompt.txt",
-                     "--max_new_tokens=5", "--temperature=0")
+    result = program(
+        "generate",
+        f"--workdir={folder}",
+        "--prompt=document 3",
+        f"--prompt_file={tmp_path}/prompt.txt",
+        "--max_new_tokens=5",
+        "--temperature=0",
+    )
     assert result.returncode == 0, result.stderr
     prompts = ["document 3", "says hello 7\ntimes"]
     texts = generate_text(model, params, tokenizer, prompts, max_new_tokens=5)
     assert result.stdout == "".join(f"--- prompt {i + 1}, sample 1\n{prompts[i]}{texts[i]}\n" for i in range(2))
 
 
-@pytest.mark.parametrize("name, arguments, message", [
-    ("generate", ["--workdir={run}"], "error: there is no prompt: give --prompt=TEXT or --prompt_file=FILE"),
-    ("evaluate", ["--workdir={run}/nowhere"], "error: no run in .*nowhere: config.json is missing"),
-])
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        ("generate", ["--workdir={run}"], "error: there is no prompt: give --prompt=TEXT or --prompt_file=FILE"),
+        ("evaluate", ["--workdir={run}/nowhere"], "error: no run in .*nowhere: config.json is missing"),
+    ],
+)
 def test_mistakes_are_one_line(run, name, arguments, message):
     result = program(name, *(argument.format(run=run[0]) for argument in arguments))
     assert result.returncode == 1

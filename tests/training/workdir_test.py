@@ -33,9 +33,17 @@ def test_fields_of_cost_and_reporting_may_change(micro_config, tmp_path):
     begin(tmp_path)
     for name in workdir.MAY_CHANGE:
         assert name in config.to_dict() or name.split(".")[1] in config[name.split(".")[0]], name
-    config.update_from_flattened_dict({
-        "num_steps": 99, "accumulation_steps": 2, "log_every": 3, "keep_checkpoints": 7, "mesh.fsdp": 2,
-        "model.remat": "dots", "data.num_workers": 1})
+    config.update_from_flattened_dict(
+        {
+            "num_steps": 99,
+            "accumulation_steps": 2,
+            "log_every": 3,
+            "keep_checkpoints": 7,
+            "mesh.fsdp": 2,
+            "model.remat": "dots",
+            "data.num_workers": 1,
+        }
+    )
     workdir.check_config(tmp_path, config)
 
 
@@ -116,10 +124,17 @@ def test_second_trainer_is_refused_until_the_first_has_ended(tmp_path):
 
 def test_lock_of_a_killed_process_is_gone(tmp_path):
     holder = subprocess.Popen(
-        [sys.executable, "-c", "from cubit_jax.training import workdir\n"
-             f"import time\nwith workdir.lock({str(tmp_path)!r}):\n"
-         "    print('held', flush=True)\n    time.sleep(300)"],
-        stdout=subprocess.PIPE, text=True, cwd=pathlib.Path(__file__).parents[2])
+        [
+            sys.executable,
+            "-c",
+            "from cubit_jax.training import workdir\n"
+            f"import time\nwith workdir.lock({str(tmp_path)!r}):\n"
+            "    print('held', flush=True)\n    time.sleep(300)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=pathlib.Path(__file__).parents[2],
+    )
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=f"process {holder.pid} on "), workdir.lock(tmp_path):
         pass

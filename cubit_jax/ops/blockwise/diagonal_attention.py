@@ -39,8 +39,19 @@ def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, wind
     implementations = IMPLEMENTATIONS
     if layout is not None:
         implementations = context_parallel.implementations(context_energy.diagonal_attention, layout)
-    return dispatch.run("diagonal_attention", implementations, implementation, queries, state, keys, context, diag,
-                        segment_ids=segment_ids, window=window, scale=scale)
+    return dispatch.run(
+        "diagonal_attention",
+        implementations,
+        implementation,
+        queries,
+        state,
+        keys,
+        context,
+        diag,
+        segment_ids=segment_ids,
+        window=window,
+        scale=scale,
+    )
 
 
 def aggregate_rows(queries, state, keys, context, diag, mask, scale):
@@ -78,6 +89,7 @@ IMPLEMENTATIONS = {"reference": _reference, "xla": _xla, "pallas": _pallas}
 @dataclasses.dataclass(frozen=True)
 class _Group:
     """Row blocks begin .. end - 1; block begin + b reads `width` columns from firsts[b] on."""
+
     begin: int
     end: int
     width: int
@@ -111,7 +123,8 @@ def _block_function(plan, group, row_segments, index, first, keys, context, segm
         segments = jax.lax.dynamic_slice_in_dim(segments, first, group.width, 1)
     mask = masks.visible(index, first + jnp.arange(group.width), row_segments, segments, window=plan.window)
     return columns, lambda queries, state, keys, context, diag: aggregate_rows(
-        queries, state, keys, context, diag, mask, plan.scale)
+        queries, state, keys, context, diag, mask, plan.scale
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -119,6 +132,7 @@ def _blockwise(plan, queries, state, row_segments, index, keys, context, segment
     """o [N, B, C, H, K], y [N, B, C, D]; queries, state, row_segments, index are N blocks of C rows, the rest whole."""
     outputs = []
     for group in plan.groups:
+
         def step(_, rows, group=group):
             queries, state, row_segments, index, first = rows
             columns, compute = _block_function(plan, group, row_segments, index, first, keys, context, segments)
@@ -129,7 +143,7 @@ def _blockwise(plan, queries, state, row_segments, index, keys, context, segment
 
 
 def _rows_of(group, *arrays):
-    return (*jax.tree.map(lambda a: a[group.begin:group.end], arrays), jnp.asarray(group.firsts, jnp.int32))
+    return (*jax.tree.map(lambda a: a[group.begin : group.end], arrays), jnp.asarray(group.firsts, jnp.int32))
 
 
 def _forward(plan, *args):
@@ -142,6 +156,7 @@ def _backward(plan, saved, cotangents):
     sums = [jnp.zeros(a.shape, tiles.compute_dtype(a)) for a in (keys, context, diag)]
     parts = []
     for group in plan.groups:
+
         def step(sums, rows, group=group):
             queries, state, row_segments, index, cotangents, first = rows
             columns, compute = _block_function(plan, group, row_segments, index, first, keys, context, segments)

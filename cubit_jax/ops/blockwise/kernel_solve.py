@@ -41,6 +41,7 @@ def solve_rows(tiling, scale, q, k, rhs, ridge, beta, segments, state=None):
     Returns:
       u, the sum of P_ij u_j, both [N, B, H, C, V], and the row log-sum-exp [N, B, H, C].
     """
+
     def row_block(u, x):
         i, q_i, rhs_i, beta_i, state_i = x
         if state is None:
@@ -63,7 +64,8 @@ def system_block(weights, ridge, beta):
 def _backward(tiling, scale, residuals, g):
     query, key, ridge, beta, segment_ids, u, summed, lse = residuals
     q, k, c, segments, u, summed, lse, g = jax.tree.map(
-        tiling.split, (query, key, beta, segment_ids, u, summed, lse, g))
+        tiling.split, (query, key, beta, segment_ids, u, summed, lse, g)
+    )
 
     def row_block(carry, x):
         i, q_i, c_i, summed_i, lse_i = x

@@ -27,6 +27,7 @@ class Tiling:
       window: as in masks.visible.
       strict: as in masks.visible.
     """
+
     length: int
     block: int
     window: int | None = None
@@ -45,7 +46,7 @@ class Tiling:
     def merge(self, x):
         """[N, B, H, C, ...] -> [B, L, H, ...]: undoes split."""
         x = jnp.moveaxis(x, (0, 3), (1, 2))
-        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :self.length]
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.length]
 
     def first(self, i):
         """The first column block that row block i sees."""
@@ -62,8 +63,9 @@ class Tiling:
         rows = columns = None
         if segments is not None:
             rows, columns = take(segments, i)[:, None], take(segments, j)[:, None]
-        return masks.visible(i * self.block + index, j * self.block + index, rows, columns, window=self.window,
-                             strict=self.strict)
+        return masks.visible(
+            i * self.block + index, j * self.block + index, rows, columns, window=self.window, strict=self.strict
+        )
 
 
 def choose_block(length, block_size=None):
@@ -115,8 +117,11 @@ def exponentials(top, scores, mask):
 def start(q, width, dtype):
     """(row maximum, total, sum of weighted values [..., width]) of an online softmax of rows q before any column."""
     shape = q.shape[:-1]
-    return (jnp.full_like(q, jnp.finfo(dtype).min, dtype, shape=(*shape, 1)),
-            jnp.zeros_like(q, dtype, shape=(*shape, 1)), jnp.zeros_like(q, dtype, shape=(*shape, width)))
+    return (
+        jnp.full_like(q, jnp.finfo(dtype).min, dtype, shape=(*shape, 1)),
+        jnp.zeros_like(q, dtype, shape=(*shape, 1)),
+        jnp.zeros_like(q, dtype, shape=(*shape, width)),
+    )
 
 
 def forward_row(tiling, scale, i, q_i, k, v, segments, state):

@@ -122,14 +122,17 @@ def _backward(problem, saved, cotangents):
 
     def tile_function(s, t, row_segments, column_segments):
         """What a tile adds to o and y; and to the sum of the weights, whose cotangent is that of the log-sum-exp."""
+
         def fn(lse, queries, state, keys, context, diag):
             weights = problem.weights(s, t, lse, queries, state, keys, context, diag, row_segments, column_segments)
             return *read_columns(weights, keys, context, diag), jnp.sum(weights, axis=-1).swapaxes(1, 2)
+
         return fn
 
     def of_lse(s, t, columns, total):
         q, x, row_segments, lse_t, total_t, outputs = layout.take_tile(
-            (queries, state, segments, lse, total, cotangents), t, _ROWS)
+            (queries, state, segments, lse, total, cotangents), t, _ROWS
+        )
         k, h, column_segments = columns
         fn = tile_function(s, t, row_segments, column_segments)
         _, pull = jax.vjp(lambda lse: fn(lse, q, x, k, h, diag)[:2], lse_t)
@@ -140,7 +143,8 @@ def _backward(problem, saved, cotangents):
     def of_arrays(s, t, columns, carry):
         rows, d_diag = carry
         q, x, row_segments, lse_t, rows_t, outputs = layout.take_tile(
-            (queries, state, segments, lse, rows, (*cotangents, d_lse)), t, _ROWS)
+            (queries, state, segments, lse, rows, (*cotangents, d_lse)), t, _ROWS
+        )
         k, h, column_segments = columns
         fn = tile_function(s, t, row_segments, column_segments)
         _, pull = jax.vjp(functools.partial(fn, lse_t), q, x, k, h, diag)

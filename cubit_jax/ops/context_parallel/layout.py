@@ -46,7 +46,8 @@ class Layout:
             raise ValueError(
                 f"a sequence of length={self.length} must be a multiple of "
                 f"{length_multiple(self.devices, self.head_shares)} = {self.devices} devices of the {self.axis} axis "
-                f"x {self.row_shares} of them that share its rows")
+                f"x {self.row_shares} of them that share its rows"
+            )
 
     @property
     def row_shares(self):
@@ -98,8 +99,14 @@ class Layout:
         batch, part = x.shape[:2]
         rest = x.shape[3:] if heads else x.shape[2:]
         own = (x.shape[2] // self.head_shares,) if heads else ()
-        x = x.reshape(batch, part // self.super_block, self.row_shares, self.piece,
-                      *((self.head_shares, *own) if heads else (1,)), *rest)
+        x = x.reshape(
+            batch,
+            part // self.super_block,
+            self.row_shares,
+            self.piece,
+            *((self.head_shares, *own) if heads else (1,)),
+            *rest,
+        )
         x = jnp.moveaxis(x, (2, 4), (0, 1))
         x = jnp.broadcast_to(x, (self.row_shares, self.head_shares, *x.shape[2:]))
         x = self._exchange(x.reshape(self.devices, *x.shape[2:]))
@@ -129,7 +136,8 @@ class Layout:
     def put(self, tree, pieces, s, axis=2):
         """The inverse of `take`."""
         return jax.tree.map(
-            lambda x, piece: lax.dynamic_update_slice_in_dim(x, piece, s * self.piece, axis), tree, pieces)
+            lambda x, piece: lax.dynamic_update_slice_in_dim(x, piece, s * self.piece, axis), tree, pieces
+        )
 
     def take_tile(self, tree, t, axis=2):
         """Tile t of the local rows."""
@@ -142,13 +150,17 @@ class Layout:
     def gather(self, tree, axis=2):
         """All W rows of a super-block, from the pieces of the devices that share its rows."""
         return jax.tree.map(
-            lambda x: lax.all_gather(x, self.axis, axis=axis, tiled=True, axis_index_groups=self._groups()), tree)
+            lambda x: lax.all_gather(x, self.axis, axis=axis, tiled=True, axis_index_groups=self._groups()), tree
+        )
 
     def scatter_sum(self, tree, axis=2):
         """Transpose of `gather`: the sum over the devices that share rows, of which each keeps its own piece."""
         return jax.tree.map(
             lambda x: lax.psum_scatter(
-                x, self.axis, scatter_dimension=axis, tiled=True, axis_index_groups=self._groups()), tree)
+                x, self.axis, scatter_dimension=axis, tiled=True, axis_index_groups=self._groups()
+            ),
+            tree,
+        )
 
     def own_piece(self, tree):
         """This device's piece of super-blocks [B, H, W, ...]."""

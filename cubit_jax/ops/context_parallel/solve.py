@@ -34,6 +34,7 @@ class Schedule:
       window: as in masks.visible.
       solve: whether this is the triangular system, whose triangles are worked on apart, or attention.
     """
+
     layout: Layout
     window: int | None
     solve: bool
@@ -58,6 +59,7 @@ class Schedule:
 @dataclasses.dataclass(frozen=True)
 class _Problem:
     """What the forward and backward passes know before any array: hashable, for custom_vjp."""
+
     schedule: Schedule
     scale: float
     strict: bool
@@ -75,8 +77,9 @@ class _Problem:
         """[R, C] or [B, 1, R, C]; segments are [B, 1, R, 1] and [B, 1, C, 1], or None."""
         if row_segments is not None:
             row_segments, column_segments = row_segments[..., 0], column_segments[..., 0]
-        return masks.visible(rows, columns, row_segments, column_segments, window=self.schedule.window,
-                             strict=self.strict)
+        return masks.visible(
+            rows, columns, row_segments, column_segments, window=self.schedule.window, strict=self.strict
+        )
 
     def super_block_index(self, s):
         return s * self.layout.super_block + jnp.arange(self.layout.super_block)
@@ -84,8 +87,10 @@ class _Problem:
 
 def implementations(fn, layout):
     """Of an op of dealt rows, for `dispatch.run`: xla alone; the kernels and the reference need whole sequences."""
+
     def refuse(*args, **kwargs):
         raise NotImplementedError(f"{layout.row_shares} devices share the rows of a sequence, which only xla can do")
+
     return {"reference": refuse, "xla": functools.partial(fn, layout=layout), "pallas": refuse}
 
 
@@ -172,8 +177,16 @@ def _solve_triangle(problem, q, k, rhs, ridge, beta, segments, state):
     tiling = problem.triangle()
     split = functools.partial(_split, tiling)
     u, summed, lse = kernel_solve_xla.solve_rows(
-        tiling, problem.scale, split(q), split(k), split(rhs), ridge, None if beta is None else split(beta)[..., 0],
-        _split_segments(tiling, segments), jax.tree.map(split, state))
+        tiling,
+        problem.scale,
+        split(q),
+        split(k),
+        split(rhs),
+        ridge,
+        None if beta is None else split(beta)[..., 0],
+        _split_segments(tiling, segments),
+        jax.tree.map(split, state),
+    )
     u, summed, lse = (_merge(tiling, x) for x in (u, summed, lse[..., None]))
     return u, lse, jnp.ones_like(lse), summed
 
@@ -250,7 +263,8 @@ def _substitute_back(problem, q, k, g, ridge, beta, segments, lse):
             return p if mask is None else jnp.where(mask, p, 0)
 
         system = kernel_solve_xla.system_block(
-            weights(i, tiling.mask(i, i, segments, diagonal=True)), ridge, None if beta_i is None else beta_i[..., 0])
+            weights(i, tiling.mask(i, i, segments, diagonal=True)), ridge, None if beta_i is None else beta_i[..., 0]
+        )
         y_i = tiles.solve_triangular(system, tiles.take(g, i), transpose=True)
         z_i = -y_i if beta_i is None else -beta_i * y_i
 

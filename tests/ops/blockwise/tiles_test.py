@@ -56,8 +56,8 @@ def test_tiles_that_are_skipped_hold_nothing_visible(window, strict):
     tiling = tiles.Tiling(30, 4, window, strict)
     for i in range(tiling.num_blocks):
         seen = [bool(jnp.any(tiling.mask(i, j, None, diagonal=i == j))) for j in range(i)]
-        assert not any(seen[:int(tiling.first(jnp.int32(i)))])
-        assert all(seen[int(tiling.first(jnp.int32(i))):])
+        assert not any(seen[: int(tiling.first(jnp.int32(i)))])
+        assert all(seen[int(tiling.first(jnp.int32(i))) :])
 
 
 def test_split_and_merge():

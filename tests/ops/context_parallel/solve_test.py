@@ -65,20 +65,24 @@ def _attend(q, k, v, segment_ids, layout=None, **options):
 
 
 def _diagonal(q, state, k, context, diag, segment_ids, layout=None, implementation=None, **options):
-    return diagonal_attention(q, state, k, context, diag, segment_ids=segment_ids, layout=layout,
-                              implementation=implementation, **options)
+    return diagonal_attention(
+        q, state, k, context, diag, segment_ids=segment_ids, layout=layout, implementation=implementation, **options
+    )
 
 
-@pytest.mark.parametrize("name, length, num_heads, window", [
-    ("ridge", 128, 1, None),  # 8 devices share the rows
-    ("ridge", 256, 12, 40),  # 2 x 4 heads
-    ("beta", 192, 2, None),  # 4 x 2 heads
-    ("beta", 64, 8, 9),  # every device has a head
-    ("attention", 256, 1, 100),
-    ("attention", 128, 4, None),
-    ("shared_diagonal", 128, 2, None),
-    ("diagonal", 192, 3, 30),
-])
+@pytest.mark.parametrize(
+    "name, length, num_heads, window",
+    [
+        ("ridge", 128, 1, None),  # 8 devices share the rows
+        ("ridge", 256, 12, 40),  # 2 x 4 heads
+        ("beta", 192, 2, None),  # 4 x 2 heads
+        ("beta", 64, 8, 9),  # every device has a head
+        ("attention", 256, 1, 100),
+        ("attention", 128, 4, None),
+        ("shared_diagonal", 128, 2, None),
+        ("diagonal", 192, 3, 30),
+    ],
+)
 def test_values_and_gradients_are_those_of_one_device(name, length, num_heads, window, error):  # H09
     op, arrays, dims = _case(name, length, num_heads, window)
     segment_ids = _segments(length)
@@ -89,6 +93,7 @@ def test_values_and_gradients_are_those_of_one_device(name, length, num_heads, w
         def fn(*arrays):
             outputs = [x.reshape(2, length, -1) * real for x in jax.tree.leaves(op(*arrays, segment_ids))]
             return sum(jnp.sum(x * probe * jnp.arange(1, x.shape[-1] + 1)) for x in outputs), outputs
+
         return jax.value_and_grad(fn, argnums=tuple(range(len(arrays))), has_aux=True)
 
     expected = jax.jit(loss(functools.partial(op, implementation="reference")))(*arrays)
@@ -103,10 +108,14 @@ def test_diagonal_of_the_system_is_that_of_one_device(error):
     segment_ids = _segments(128)
     expected = ops.system_diagonal(q, k, ridge, segment_ids=segment_ids, scale=0.5)
     with jax.set_mesh(_mesh()):
-        actual = jax.jit(partitioning.per_shard(
-            lambda q, k, ridge, segment_ids, layout=None: ops.system_diagonal(
-                q, k, ridge, segment_ids=segment_ids, scale=0.5, layout=layout),
-            "BLHK,BLHK,H,BL->BLH"))(q, k, ridge, segment_ids)
+        actual = jax.jit(
+            partitioning.per_shard(
+                lambda q, k, ridge, segment_ids, layout=None: ops.system_diagonal(
+                    q, k, ridge, segment_ids=segment_ids, scale=0.5, layout=layout
+                ),
+                "BLHK,BLHK,H,BL->BLH",
+            )
+        )(q, k, ridge, segment_ids)
     assert error(actual, expected) < 1e-5
 
 
@@ -179,8 +188,9 @@ def test_schedule_with_a_window_leaves_out_what_no_row_sees():
     assert _products(layout, 1024)[0] < 0.3 * _products(layout)[0]
 
 
-@pytest.mark.parametrize("family, num_heads", [
-    ("cubit", 8), ("cubit", 4), ("cubit", 1), ("deltaformer", 1), ("cem", 8)])
+@pytest.mark.parametrize(
+    "family, num_heads", [("cubit", 8), ("cubit", 4), ("cubit", 1), ("deltaformer", 1), ("cem", 8)]
+)
 def test_memory_of_a_layer(family, num_heads):
     """At L = 16384 a device that shares the sequence with 7 others needs at most a fifth of the temporary memory."""
     length, head_dim = 16384, 64
@@ -198,8 +208,9 @@ def test_memory_of_a_layer(family, num_heads):
             wide, narrow = partitioning.batch_sharding(mesh, 3), partitioning.batch_sharding(mesh)
             x = jax.ShapeDtypeStruct((1, length, model_dim), jnp.float32, sharding=wide)
             ids = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=narrow)
-            placed = jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                                  params, shardings)
+            placed = jax.tree.map(
+                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), params, shardings
+            )
             step = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=(shardings, wide))
             return step.lower(placed, x, ids, x).compile().memory_analysis().temp_size_in_bytes
 

@@ -9,15 +9,13 @@ import random
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Sharding tests need eight devices; everything else runs on the first of them. A test compiles far longer than it
 # runs, so code is not optimised; tests of speed are given their own XLA_FLAGS (experiments/README.md).
-_FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-]
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # Halves the time to compile. Later versions do not have it, and a flag that XLA does not know ends the process.
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+    # This halves the time to compile. Later versions do not have it, and an unknown flag ends the process.
+    + " --xla_cpu_use_fusion_emitters=false" * importlib.metadata.version("jaxlib").startswith("0.10."),
+)
 
 import numpy as np
 import pytest

@@ -1,61 +1,18 @@
 """Held-out loss of a trained run: python -m cubit_jax.evaluate --workdir=DIR"""
 
-import dataclasses
-import functools
 import math
 
 import jax
 from absl import flags
 
 from cubit_jax import data, partitioning
+from cubit_jax.inference.evaluation import Evaluation, heldout_loss
 from cubit_jax.runtime import cli, distributed
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.training import workdir
 from cubit_jax.training.trained import load_trained
 
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """Results over the whole held-out part, every target counted once.
-
-    Attributes:
-      loss: mean negative log-likelihood of a token, in nats. perplexity: e to that power.
-      bits_per_byte: total negative log-likelihood in bits over the bytes of the text; independent of the tokenizer.
-      tokens: number of targets.
-    """
-
-    loss: float
-    perplexity: float
-    bits_per_byte: float
-    tokens: int
-
-
-def heldout_loss(model, params, batches, num_bytes):
-    """Evaluates without dropout; under `jax.set_mesh` on all its devices.
-
-    Args:
-      model: LanguageModel. params: its parameters.
-      batches: iterable of batches as `LanguageModel.loss` takes them, arrays of numpy or global ones on the devices;
-        padding has weight 0.
-      num_bytes: bytes of text in them, the denominator of bits per byte.
-
-    Returns:
-      Evaluation. The same for every size of batch, up to rounding.
-    """
-    step = _loss_step(model)
-    sums = jax.device_get([step(params, batch) for batch in batches])
-    nll, tokens = (math.fsum(map(float, column)) for column in zip(*sums))
-    loss = nll / tokens
-    return Evaluation(loss, math.exp(min(loss, 700.0)), nll / math.log(2) / num_bytes, round(tokens))
-
-
-@functools.cache
-def _loss_step(model):
-    return jax.jit(functools.partial(_sums, model))
-
-
-def _sums(model, params, batch):
-    return model.apply({"params": params}, batch, method="loss")
+__all__ = ["Evaluation", "evaluate", "heldout_loss", "main"]
 
 
 def evaluate(folder, num_recursions=None, text=None):

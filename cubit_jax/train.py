@@ -18,18 +18,20 @@ import jax
 import numpy as np
 from absl import flags
 
-from cubit_jax import data, evaluate, generate, partitioning
+from cubit_jax import data, partitioning
 from cubit_jax.data.bigram import bigram_bits_per_byte
 from cubit_jax.flops import flops_per_token
+from cubit_jax.inference.evaluation import heldout_loss
+from cubit_jax.inference.generation import generate_text
 from cubit_jax.model import LanguageModel, ModelConfig, count_parameters
 from cubit_jax.runtime import cli, distributed
 from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.profiler import Trace
 from cubit_jax.runtime.signals import StopRequest
 from cubit_jax.training import metrics, workdir
 from cubit_jax.training import step as train_step
 from cubit_jax.training.checkpoint import Checkpoints, SaveError, load_params
 from cubit_jax.training.loop import Loop
-from cubit_jax.training.profiler import Trace
 
 _BIGRAM_TOKENS = 20_000_000  # tokens of training text that the bigram baseline is fitted on, at most
 _SAMPLE_TOKENS = 120
@@ -207,7 +209,7 @@ def _make_evaluate(run):
         )
 
     def evaluate_params(params):
-        result = evaluate.heldout_loss(run.model, params, map(run.put, batches()), run.corpus.heldout_bytes)
+        result = heldout_loss(run.model, params, map(run.put, batches()), run.corpus.heldout_bytes)
         return {"eval/loss": result.loss, "eval/bits_per_byte": result.bits_per_byte}
 
     return evaluate_params
@@ -219,7 +221,7 @@ def _report(run, state, evaluation, clock):
     step = int(state["step"])
     evaluation = evaluation or _make_evaluate(run)(state["params"])
     prompt = "def" if config.data.source == "stdlib" else ""
-    sample = generate.generate_text(
+    sample = generate_text(
         run.model,
         state["params"],
         run.tokenizer,

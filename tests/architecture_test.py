@@ -16,10 +16,11 @@ LEVELS = {
     "cubit_jax.layers": 3,
     "cubit_jax.flops": 4,
     "cubit_jax.model": 4,
-    "cubit_jax.training": 5,
-    "cubit_jax.planning": 5,
-    "cubit_jax": 6,
-    "experiments": 7,
+    "cubit_jax.inference": 5,
+    "cubit_jax.training": 6,
+    "cubit_jax.planning": 6,
+    "cubit_jax": 7,
+    "experiments": 8,
 }
 MAX_FILES = 12  # in a room, __init__.py not counted
 SHIPPED = ("cubit_jax", "pallas_kernels", "configs", "experiments")

@@ -9,9 +9,9 @@ import numpy as np
 
 from cubit_jax.flops import utilization
 from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.profiler import Trace
 from cubit_jax.runtime.progress import Progress
 from cubit_jax.training.clock import Clock
-from cubit_jax.training.profiler import Trace
 
 
 @dataclasses.dataclass

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.profiler import Trace
 from cubit_jax.training import metrics
 from cubit_jax.training.checkpoint import Checkpoints, SaveError
 from cubit_jax.training.loop import Loop, flatten_diagnostics
-from cubit_jax.training.profiler import Trace
 
 
 class Batches:

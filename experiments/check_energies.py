@@ -24,7 +24,7 @@ from absl import flags
 
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
-from experiments import energy_checks
+from experiments.support import energy_checks
 
 _COLUMNS = ("layer", "option", "preconditioner", "T", "update", "gradient", "before", "after", "small step", "")
 

@@ -25,7 +25,7 @@ from absl import flags
 
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
-from experiments.options import integers, known, output_path
+from experiments.support.options import integers, known, output_path
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 CASES = ("flash", "cubit", "deltaformer", "cubit+segments", "deltaformer+segments", "cubit+window")

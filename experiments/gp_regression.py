@@ -20,7 +20,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from absl import flags
@@ -30,13 +29,16 @@ from cubit_jax.layers import CEMMLP, Attention, CEMAttention, GatedMLP
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.runtime.files import write_atomically
-from experiments.measure import environment
-from experiments.options import integers, output_path
+from experiments.support import plots
+from experiments.support.options import integers, output_files
+from experiments.support.timing import environment
 
 LENGTH_SCALE, NOISE, EXTENT = 0.5, 0.1, 2.0  # of the process; points are uniform in (-EXTENT, EXTENT)
 NUM_POINTS = 32
 # One layer, so that recursion is the only depth.
 NUM_LAYERS, MODEL_DIM, NUM_HEADS, HEAD_DIM, MLP_DIM = 1, 48, 4, 16, 96
+_SETTINGS = ("seeds", "steps", "batch", "test_functions", "learning_rate")
+_QUICK = {"seeds": 2, "steps": 150, "test_functions": 200, "recursions": ["1", "2"]}
 # Student's t at 97.5 %, by degrees of freedom.
 _T_QUANTILE = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -49,7 +51,7 @@ def define_flags():
     flags.DEFINE_integer("batch", 16, "Functions an update.", lower_bound=1)
     flags.DEFINE_integer("test_functions", 2000, "Functions that RMSE is measured on.", lower_bound=1)
     flags.DEFINE_float("learning_rate", 2e-3, "Peak; warm-up over the first tenth, then cosine.", lower_bound=0.0)
-    flags.DEFINE_boolean("quick", False, "Two seeds, 150 steps, T = 1 and 2: does it run?")
+    flags.DEFINE_boolean("quick", False, "Two seeds, 150 steps, 200 functions, T = 1 and 2, unless given: does it run?")
     flags.DEFINE_string("output", "gp_regression", "Path without ending of the .json and .png files.")
 
 
@@ -284,10 +286,7 @@ def conclusion(differences):
 
 def plot(record, path):
     """RMSE against T, and against the number of points seen."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(10, 4))
     deep = {int(name.removeprefix("CEM T=")): r for name, r in record["results"].items() if name.startswith("CEM")}
     left.errorbar(
         list(deep),
@@ -311,26 +310,24 @@ def plot(record, path):
     left.legend(loc=(0.03, 0.1))
     right.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plots.save(figure, path)
 
 
-def main():
-    values = flags.FLAGS
-    recursions = integers("recursions", values.recursions, lowest=0)
-    settings = {
-        "seeds": values.seeds,
-        "steps": values.steps,
-        "batch": values.batch,
-        "test_functions": values.test_functions,
-        "learning_rate": values.learning_rate,
-    }
-    if values.quick:
-        recursions, settings = [1, 2], settings | {"seeds": 2, "steps": 150, "test_functions": 200}
-    output = output_path(values.output)
-    record = experiment(recursions, output.with_suffix(".json"), **settings)
+def chosen(flag_values: flags.FlagValues) -> tuple[list[int], dict]:
+    """(values of T, settings of the experiment) of the flags. --quick changes those that are not given."""
+    values = {name: flag_values[name].value for name in ("recursions", *_SETTINGS)}
+    if flag_values.quick:
+        values |= {name: value for name, value in _QUICK.items() if not flag_values[name].present}
+    return integers("recursions", values.pop("recursions"), lowest=0), values
+
+
+def main() -> None:
+    recursions, settings = chosen(flags.FLAGS)
+    json_path, png_path = output_files(flags.FLAGS.output)
+    plots.pyplot()
+    record = experiment(recursions, json_path, **settings)
     print(*table(record), *conclusion(record["differences"]), sep="\n")
-    plot(record, output.with_suffix(".png"))
+    plot(record, png_path)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from absl import flags
 
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
-from experiments.options import known, output_path
+from experiments.support.options import known, output_path
 
 STAGES = {"first": 60, "correct": 170, "benchmark": 150, "sizes": 90, "fla": 40}  # seconds at most
 CORRECT = (  # op, length, heads, head_dim, dtype, window: at least three blocks, most lengths ragged
@@ -79,13 +79,13 @@ def in_float32(problem):
 
 
 def first(smoke):
-    from experiments import measure
+    from experiments.support import problems
 
     length, head_dim = (40, 16) if smoke else (250, 64)
-    problem = measure.Problem("kernel_solve", measure.Shape(1, length, 2, head_dim, "bfloat16"))
+    problem = problems.Problem("kernel_solve", problems.Shape(1, length, 2, head_dim, "bfloat16"))
     expected = problem.reference(problem.shape.length)
     write_line(
-        {"error_over_limit": measure.worst_error(problem, compiled_solve(problem, "forward")(), expected, "forward")}
+        {"error_over_limit": problems.worst_error(problem, compiled_solve(problem, "forward")(), expected, "forward")}
     )
 
 
@@ -93,17 +93,17 @@ def correct(smoke):
     import jax
     import numpy as np
 
-    from experiments import measure
+    from experiments.support import problems
 
-    cases = (("kernel_solve", 40, 1, 16, "float32", None), ("delta_solve", 260, 1, 16, "bfloat16", 20))
-    for op, length, heads, head_dim, dtype, window in cases if smoke else CORRECT:
-        problem = measure.Problem(op, measure.Shape(1, length, heads, head_dim, dtype, window))
+    tiny = (("kernel_solve", 40, 1, 16, "float32", None), ("delta_solve", 260, 1, 16, "bfloat16", 20))
+    for op, length, heads, head_dim, dtype, window in tiny if smoke else CORRECT:
+        problem = problems.Problem(op, problems.Shape(1, length, heads, head_dim, dtype, window))
         expected = problem.reference(length) if length <= 256 else in_float32(problem)
         run = compiled_solve(problem, "forward+backward")
         out = jax.device_get(run())
         record = dataclasses.asdict(problem.shape) | {
             "op": op,
-            "error_over_limit": measure.worst_error(problem, out, expected, "forward+backward"),
+            "error_over_limit": problems.worst_error(problem, out, expected, "forward+backward"),
         }
         record["same_bits_in_every_run"] = all(
             jax.tree.all(jax.tree.map(np.array_equal, out, jax.device_get(run()))) for _ in range(1 if smoke else 20)
@@ -116,44 +116,44 @@ def correct(smoke):
 
 
 def benchmark(smoke):
-    from experiments import measure
+    from experiments.support import cases, problems
 
     for length, heads, head_dim in ((40, 1, 16),) if smoke else BENCHMARK:
-        shape = measure.Shape(1, length, heads, head_dim, "bfloat16")
-        cases = measure.run_group(
+        shape = problems.Shape(1, length, heads, head_dim, "bfloat16")
+        group = cases.run_group(
             ("kernel_solve", "delta_solve", "attention"),
             ("pallas", "xla"),
-            measure.PASSES,
+            problems.PASSES,
             shape,
             rounds=2 if smoke else 10,
             check_rows=256,
             matrix_size=64 if smoke else 8192,
             seconds=0.0 if smoke else 0.01,
         )
-        records = measure.finish(cases)
-        print(measure.table(records), flush=True)
+        records = cases.finish(group)
+        print(cases.table(records), flush=True)
         for record in records:
             write_line(record)
 
 
 def sizes(smoke):
-    from experiments import measure
+    from experiments.support import cases, problems
     from pallas_kernels.kernel_solve_gpu import BlockSizes
 
-    shape = measure.Shape(1, 40, 1, 16, "bfloat16") if smoke else measure.Shape(1, 8192, 16, 128, "bfloat16")
-    problem, chosen = measure.Problem("kernel_solve", shape), BlockSizes.choose
+    shape = problems.Shape(1, 40, 1, 16, "bfloat16") if smoke else problems.Shape(1, 8192, 16, 128, "bfloat16")
+    problem, chosen = problems.Problem("kernel_solve", shape), BlockSizes.choose
     candidates = {"chosen": chosen(shape.length, shape.head_dim)}
     candidates |= {str(sizes): BlockSizes(*sizes) for sizes in (((16, 4, 4, 4, 2),) if smoke else SIZES)}
-    cases, expected = {}, problem.reference(min(shape.length, 256))
+    timed, expected = {}, problem.reference(min(shape.length, 256))
     try:
         for name, candidate in candidates.items():
             BlockSizes.choose = lambda *_, candidate=candidate: candidate
-            for direction in measure.PASSES:
-                cases[name, direction] = measure.prepare(problem, "pallas", direction, expected)
+            for direction in problems.PASSES:
+                timed[name, direction] = cases.prepare(problem, "pallas", direction, expected)
     finally:
         BlockSizes.choose = chosen
-    measure.time_cases(list(cases.values()), 2 if smoke else 7, 0.0 if smoke else 0.01)
-    for (name, _), case in cases.items():
+    cases.time_cases(list(timed.values()), 2 if smoke else 7, 0.0 if smoke else 0.01)
+    for (name, _), case in timed.items():
         write_line({"sizes": name} | dataclasses.asdict(candidates[name]) | case.record())
 
 

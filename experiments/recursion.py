@@ -12,16 +12,18 @@ import json
 import os
 
 import jax
-import matplotlib
 import numpy as np
 from absl import flags
 
 from cubit_jax import data, evaluate, partitioning
 from cubit_jax.model import LanguageModel
 from cubit_jax.runtime import cli
-from cubit_jax.training.trained import load_trained
-from experiments.measure import environment
-from experiments.options import integers, output_path
+from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.files import write_atomically
+from cubit_jax.training.trained import Trained, load_trained
+from experiments.support import plots
+from experiments.support.options import integers, output_files
+from experiments.support.timing import environment
 
 
 def define_flags():
@@ -34,18 +36,28 @@ def define_flags():
     )
 
 
-def measure(folder, recursions, energy_rows):
-    """{T: {"loss", "bits_per_byte", "energy_before", "energy_after"}} of the last checkpoint of a run, and its step.
+def measure(folder: str, recursions: list[int], energy_rows: int) -> tuple[dict[int, dict], int, int]:
+    """What one checkpoint gives at other numbers of recursions. Prints the rows of a table as they are known.
 
-    Prints the rows of a table as they are known.
+    Returns:
+      ({T: {"loss", "bits_per_byte", "energy_before", "energy_after"}}, step of the checkpoint, T of its training).
+
+    Raises:
+      UserError: no run there, or one whose layers have no recursion; nothing is printed before.
     """
-    print(f"{'T':>3} {'loss':>8} {'bits/byte':>10} {'energy before':>14} {'energy after':>13}")
-    results = {}
     run = load_trained(folder)
+    model = run.model.config
+    if "cem" not in (*model.mixers, model.mlp):
+        raise UserError(
+            f"--workdir={folder}: its layers (mixers {', '.join(model.mixers)}, mlp {model.mlp}) have no recursion; "
+            "give a run of configs/cem.py"
+        )
+    results = {}
     corpus = data.open_corpus(run.config.data, folder)
     batch = next(
         iter(data.heldout_batches(corpus.heldout, run.tokenizer, seq_len=run.config.seq_len, batch_size=energy_rows))
     )
+    print(f"{'T':>3} {'loss':>8} {'bits/byte':>10} {'energy before':>14} {'energy after':>13}")
     for steps in recursions:
         evaluation, checkpoint = evaluate.evaluate(folder, steps)
         before, after = mean_energies(run, steps, batch)
@@ -59,10 +71,10 @@ def measure(folder, recursions, energy_rows):
             f"{steps:>3} {evaluation.loss:8.4f} {evaluation.bits_per_byte:10.4f} {before:14.4f} {after:13.4f}",
             flush=True,
         )
-    return results, checkpoint
+    return results, checkpoint, model.options.get("num_recursions", 1)
 
 
-def mean_energies(run, steps, batch):
+def mean_energies(run: Trained, steps: int, batch: dict) -> tuple[float, float]:
     """Mean energy of a position before and after the recursions of a layer, over all CEM layers of the model."""
     config = run.model.config
     model = LanguageModel(dataclasses.replace(config, options={**config.options, "num_recursions": steps}))
@@ -77,12 +89,9 @@ def mean_energies(run, steps, batch):
     return float(energies["energy_before"].mean()), float(energies["energy_after"].mean())
 
 
-def plot(results, trained_with, path):
+def plot(results: dict[int, dict], trained_with: int, path) -> None:
     """Loss and energy against T, one axis each."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, left = pyplot.subplots(figsize=(6, 4))
+    figure, left = plots.pyplot().subplots(figsize=(6, 4))
     right = left.twinx()
     steps = list(results)
     left.plot(steps, [r["loss"] for r in results.values()], "o-", color="C0", label="held-out loss")
@@ -95,20 +104,19 @@ def plot(results, trained_with, path):
     handles = [a + b for a, b in zip(left.get_legend_handles_labels(), right.get_legend_handles_labels())]
     left.legend(*handles)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    plots.save(figure, path)
 
 
 def main():
     values = flags.FLAGS
     recursions = integers("recursions", values.recursions, lowest=0)
-    output = output_path(values.output or os.path.join(values.workdir, "recursion"))
-    trained_with = load_trained(values.workdir).model.config.options.get("num_recursions", 1)
-    results, checkpoint = measure(values.workdir, recursions, values.energy_rows)
+    json_path, png_path = output_files(values.output or os.path.join(values.workdir, "recursion"))
+    plots.pyplot()
+    results, checkpoint, trained_with = measure(values.workdir, recursions, values.energy_rows)
     print(f"checkpoint {checkpoint} of {values.workdir}, trained with T={trained_with}")
     record = {"results": results, "checkpoint": checkpoint, "trained_with": trained_with, "environment": environment()}
-    output.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
-    plot(results, trained_with, output.with_suffix(".png"))
+    write_atomically(json_path, (json.dumps(record, indent=2) + "\n").encode())
+    plot(results, trained_with, png_path)
 
 
 if __name__ == "__main__":

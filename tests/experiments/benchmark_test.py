@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from cubit_jax import layers
+from cubit_jax.model_config import ModelConfig, expected_parameters
 from cubit_jax.runtime.errors import UserError
-from experiments import benchmark, gpu_check, measure
+from experiments import gpu_check
+from experiments.support import cases, options, plots, problems, train_steps
 
-TINY = measure.Shape(1, 24, 2, 8, "float32")
+TINY = problems.Shape(1, 24, 2, 8, "float32")
 
 
 def run(module, *arguments):
@@ -31,23 +33,23 @@ def test_flops():
     for length, window in ((1, None), (7, None), (7, 3), (7, 20)):
         i, j = np.indices((length, length))
         pairs = np.sum((j <= i) & (i - j < (window or length)))
-        assert measure.visible_pairs(length, window) == pairs
-    shape = measure.Shape(2, 10, 3, 8, "float32")
+        assert problems.visible_pairs(length, window) == pairs
+    shape = problems.Shape(2, 10, 3, 8, "float32")
     # Scores and weighted sum, a multiplication and an addition each, over 2 rows, 3 heads, 55 pairs, 8 features.
-    assert measure.count_flops("attention", shape, "forward") == 2 * 2 * 2 * 3 * 55 * 8
-    assert measure.count_flops("kernel_solve", shape, "forward+backward") == 7 * 2 * 2 * 3 * 55 * 8
+    assert problems.count_flops("attention", shape, "forward") == 2 * 2 * 2 * 3 * 55 * 8
+    assert problems.count_flops("kernel_solve", shape, "forward+backward") == 7 * 2 * 2 * 3 * 55 * 8
     # Four projections of 20 positions by 24 x 24 matrices.
-    assert measure.count_flops("attention_mixer", shape, "forward") == 2 * 2 * 2 * 3 * 55 * 8 + 4 * 2 * 20 * 24 * 24
-    assert set(measure.MIXER_NAMES) == {f"{name}_mixer" for name in layers.MIXERS}
+    assert problems.count_flops("attention_mixer", shape, "forward") == 2 * 2 * 2 * 3 * 55 * 8 + 4 * 2 * 20 * 24 * 24
+    assert set(problems.MIXER_NAMES) == {f"{name}_mixer" for name in layers.MIXERS}
 
 
-@pytest.mark.parametrize("op", ["kernel_solve", "cubit_mixer"])
-def test_group(op):
-    cases = measure.run_group(
-        (op, "attention"), ("xla",), measure.PASSES, TINY, rounds=3, check_rows=16, matrix_size=32, seconds=0.0
+@pytest.mark.parametrize("op, attention", [("kernel_solve", "attention"), ("cubit_mixer", "attention_mixer")])
+def test_group(op, attention):
+    group = cases.run_group(
+        (op, attention), ("xla",), problems.PASSES, TINY, rounds=3, check_rows=16, matrix_size=32, seconds=0.0
     )
-    records = measure.finish(cases)
-    assert [record["op"] for record in records] == [op] * 2 + ["attention"] * 2 + ["matrix product"]
+    records = cases.finish(group)
+    assert [record["op"] for record in records] == [op] * 2 + [attention] * 2 + ["matrix product"]
     for record in records:
         assert record["failure"] is None
         assert len(record["times"]) == 3
@@ -64,9 +66,9 @@ def test_group(op):
 
 @pytest.mark.parametrize("op, direction", [("kernel_solve", "forward"), ("delta_solve", "forward+backward")])
 def test_wrong_kernel_gets_no_time(op, direction, monkeypatch):
-    problem = measure.Problem(op, TINY)
+    problem = problems.Problem(op, TINY)
     expected = problem.reference(16)
-    assert measure.prepare(problem, "xla", direction, expected).failure is None
+    assert cases.prepare(problem, "xla", direction, expected).failure is None
     implementations = importlib.import_module("cubit_jax.ops.kernel_solve").IMPLEMENTATIONS  # not the function
     right = implementations["xla"]
 
@@ -77,23 +79,23 @@ def test_wrong_kernel_gets_no_time(op, direction, monkeypatch):
         return u + 0.01 * (rhs - jax.lax.stop_gradient(rhs))  # right value, wrong gradient
 
     monkeypatch.setitem(implementations, "xla", wrong)
-    case = measure.prepare(problem, "xla", direction, expected)
+    case = cases.prepare(problem, "xla", direction, expected)
     assert case.failure.startswith("wrong: error is")
-    measure.time_cases([case], rounds=2)
+    cases.time_cases([case], rounds=2)
     assert case.median is None
-    assert measure.relative_error([np.nan], np.ones(1)) == np.inf
+    assert problems.relative_error([np.nan], np.ones(1)) == np.inf
 
 
 def test_unsupported_is_named():
-    problem = measure.Problem("kernel_solve", TINY)
-    case = measure.prepare(problem, "pallas", "forward", problem.reference(16))
+    problem = problems.Problem("kernel_solve", TINY)
+    case = cases.prepare(problem, "pallas", "forward", problem.reference(16))
     assert "pallas needs a TPU or a GPU" in case.failure
-    records = measure.finish([case, *measure.run_group((), (), (), TINY, rounds=2, check_rows=1, matrix_size=8)])
-    assert "pallas needs a TPU or a GPU" in measure.table(records).splitlines()[1]
+    records = cases.finish([case, *cases.run_group((), (), (), TINY, rounds=2, check_rows=1, matrix_size=8)])
+    assert "pallas needs a TPU or a GPU" in cases.table(records).splitlines()[1]
 
 
 def test_half_precision_reference_sees_rounded_inputs():
-    problem = measure.Problem("attention", measure.Shape(1, 24, 2, 8, "bfloat16"))
+    problem = problems.Problem("attention", problems.Shape(1, 24, 2, 8, "bfloat16"))
     assert problem.inputs["q"].dtype == jax.numpy.bfloat16
     out, _ = problem.reference(16)
     q, k, v = (np.asarray(problem.inputs[name][0, :16, 0], np.float64) for name in "qkv")
@@ -126,14 +128,68 @@ def test_program_writes_its_files(tmp_path):
 
 def test_messages():
     with pytest.raises(UserError, match="unknown --ops=kernel_sovle: did you mean kernel_solve"):
-        benchmark.known("ops", ["attention", "kernel_sovle"], benchmark.NAMES)
+        options.known("ops", ["attention", "kernel_sovle"], problems.OPS)
     with pytest.raises(UserError, match="--lengths=128,-1: give integers from 1"):
-        benchmark.integers("lengths", ["128", "-1"])
+        options.integers("lengths", ["128", "-1"])
     with pytest.raises(UserError, match="--output=/nowhere/out: there is no folder /nowhere"):
-        benchmark.output_path("/nowhere/out")
-    done = run("experiments.benchmark", "--dtypes=float8")
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("error: unknown --dtypes=float8")
+        options.output_path("/nowhere/out")
+
+
+def test_output_files_share_a_stem(tmp_path):
+    for value in ("out", "out.json", "out.png"):
+        assert [path.name for path in options.output_files(f"{tmp_path}/{value}")] == ["out.json", "out.png"]
+    assert options.output_files(f"{tmp_path}/run.v2")[0].name == "run.v2.json"
+
+
+def test_without_matplotlib_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"needs matplotlib: pip install -e '\.\[experiments\]'"):
+        plots.pyplot()
+
+
+def test_settings_of_cem_are_cases_with_their_own_ratios():
+    names = problems.cem_names(["lowrank", "shared_diagonal"], [1, 2])
+    assert names == ["cem_lowrank_T1", "cem_lowrank_T2", "cem_shared_diagonal_T1", "cem_shared_diagonal_T2"]
+    assert problems.mixer_options(names[3]) == ("cem", {"interaction": "shared_diagonal", "num_recursions": 2})
+    assert problems.mixer_options("cubit_mixer") == ("cubit", {})
+    seconds = (
+        {"attention": 9.0, "attention_mixer": 2.0} | dict(zip(names, (1.0, 3.0, 8.0, 4.0))) | {"matrix product": 1.0}
+    )
+    group = [cases.Case(name, "xla", "forward", TINY, flops=1.0, times=[value] * 3) for name, value in seconds.items()]
+    records = {record["op"]: record for record in cases.finish(group)}
+    assert [records[name]["ratio_to_attention"] for name in ("attention_mixer", *names)] == [1, 0.5, 1.5, 4, 2]
+    assert [records[name]["ratio_to_first"] for name in ("attention_mixer", *names)] == [None, 1, 3, 1, 0.5]
+    assert "/first T" in cases.table(list(records.values()))
+
+
+def test_a_setting_of_cem_is_checked_and_timed():
+    group = cases.run_group(
+        ("cem_lowrank_T2",), ("xla",), problems.PASSES[1:], TINY, rounds=2, check_rows=8, matrix_size=8, seconds=0.0
+    )
+    (record, _) = cases.finish(group)
+    assert record["failure"] is None and record["error_over_limit"] <= 1
+    assert record["temporary_bytes"] <= record["memory_bytes"] and record["flops_per_second"] is None
+
+
+def test_training_steps_of_a_config_are_timed(micro_config):
+    config = micro_config("cem", **{"model.implementation": "reference"})
+    (record,) = train_steps.measure({"cem": config}, rounds=2)
+    assert record["parameters"] == expected_parameters(ModelConfig.from_config(config))
+    assert record["tokens_per_second"] > 0 and record["of_first"] == 1
+    assert "cem" in train_steps.table([record])
+
+
+def test_training_speeds_are_relative_to_the_first():
+    rows = list(train_steps.records({"a": (7, 100, [2.0, 2.0, 2.0]), "b": (8, 100, [1.0, 4.0, 9.0])}))
+    assert [(row["tokens_per_second"], row["of_first"]) for row in rows] == [(50, 1), (25, 0.5)]
+    assert [row["spread"] for row in rows] == [0, 2]
+
+
+def test_configs_of_training_steps_are_named():
+    assert train_steps.load("cem.py:tiny,steps=2").model.options.num_recursions == 2
+    for name, words in {"cemm.py:tiny": "No module named 'configs.cemm'", "cem.py:huge": "unknown size 'huge'"}.items():
+        with pytest.raises(UserError, match=words):
+            train_steps.load(name)
 
 
 def test_gpu_script_runs_on_a_cpu(tmp_path):

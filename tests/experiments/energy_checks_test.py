@@ -8,7 +8,8 @@ import pytest
 
 from cubit_jax import ops
 from cubit_jax.runtime.errors import UserError
-from experiments import check_energies, energy_checks
+from experiments import check_energies
+from experiments.support import energy_checks
 
 
 @pytest.fixture(autouse=True)

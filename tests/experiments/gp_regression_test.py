@@ -1,11 +1,13 @@
 """The Gaussian-process experiment: data, matched models, statistics, and that a short run writes results."""
 
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 
 from cubit_jax.runtime.errors import UserError
 from experiments import gp_regression
@@ -46,6 +48,26 @@ def test_interval_is_students():
 def test_conclusion_says_what_the_intervals_allow():
     lines = list(gp_regression.conclusion({"a": (-0.2, 0.1), "b": (0.2, 0.1), "c": (-0.2, 0.3)}))
     assert [line.split(", ")[1] for line in lines] == ["lower RMSE", "higher RMSE", "undecided"]
+
+
+@pytest.mark.parametrize(
+    "given, recursions, changed",
+    [
+        ([], [1, 2, 4, 8], {}),
+        (["--quick"], [1, 2], {"seeds": 2, "steps": 150, "test_functions": 200}),
+        (["--quick", "--steps=20"], [1, 2], {"seeds": 2, "steps": 20, "test_functions": 200}),
+        (["--recursions=1,4", "--seeds=4", "--quick"], [1, 4], {"seeds": 4, "steps": 150, "test_functions": 200}),
+    ],
+)
+def test_a_given_flag_wins_over_quick(given, recursions, changed, monkeypatch):
+    values = flags.FlagValues()  # the program's own are for the whole process
+    for name in ("list", "integer", "float", "boolean", "string"):
+        define = getattr(flags, f"DEFINE_{name}")
+        monkeypatch.setattr(flags, f"DEFINE_{name}", functools.partial(define, flag_values=values))
+    gp_regression.define_flags()
+    values(["gp_regression", *given])
+    settings = {"seeds": 4, "steps": 1500, "batch": 16, "test_functions": 2000, "learning_rate": 2e-3}
+    assert gp_regression.chosen(values) == (recursions, settings | changed)
 
 
 @pytest.fixture

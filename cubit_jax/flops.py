@@ -1,6 +1,6 @@
 """Floating-point operations of a model, and the share of the devices' peak that a run reaches."""
 
-from cubit_jax.runtime.devices import PEAK_FLOPS
+from cubit_jax.runtime.devices import peak_flops
 
 
 def flops_per_token(model, num_parameters):
@@ -26,5 +26,5 @@ def flops_per_token(model, num_parameters):
 
 def utilization(flops_per_token, tokens_per_second, devices):
     """Share of the devices' peak that the model's own operations reach; None where the peak is not known."""
-    peak = PEAK_FLOPS.get(devices[0].device_kind)
+    peak = peak_flops(devices[0].device_kind)
     return None if peak is None else flops_per_token * tokens_per_second / (peak * len(devices))

@@ -1,7 +1,6 @@
 """ModelConfig: the shape of a model, checked up front, and the layers and the parameter count that follow from it."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from flax.core import FrozenDict
 
 from cubit_jax.layers import MIXERS, MLPS
+from cubit_jax.runtime.names import did_you_mean
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 IMPLEMENTATIONS = ("reference", "xla", "pallas")
@@ -197,6 +197,5 @@ def _options(config, layer):
 
 def _check_name(field, name, known, what="the known names"):
     if name not in known:
-        nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(name, known)
         raise ValueError(f"{field}: {name!r} is not one of {what}: {', '.join(known) or '(none)'}{hint}")

@@ -25,9 +25,10 @@ from cubit_jax.planning import topology
 from cubit_jax.planning.collectives import traffic
 from cubit_jax.planning.topology import GIB
 from cubit_jax.runtime import cli
-from cubit_jax.runtime.devices import PEAK_FLOPS
+from cubit_jax.runtime.devices import peak_flops
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.runtime.files import write_atomically
+from cubit_jax.training import config_check
 from cubit_jax.training import step as train_step
 
 _FORWARD_AGAIN = {"none": 1.0, "full": 4 / 3, "dots": 1.0}  # of operations, with what remat repeats
@@ -143,7 +144,7 @@ def _compile(config, target, num_slices):
         parameters, moments = (_bytes(shapes[name]) for name in ("params", "opt_state"))
         flops = flops_per_token(model.config, count) * config.batch_size * config.seq_len
         executed = flops * _FORWARD_AGAIN[config.model.remat]
-        peak_flops = PEAK_FLOPS.get(kind)
+        peak = peak_flops(kind)
         plan = Plan(
             settings=plan_advice.settings(config),
             topology=target.name,
@@ -160,7 +161,7 @@ def _compile(config, target, num_slices):
             fits=False,
             flops=flops,
             flops_executed=executed,
-            seconds_at_peak=executed / len(devices) / peak_flops if peak_flops else None,
+            seconds_at_peak=executed / len(devices) / peak if peak else None,
         )
         if plan.peak > plan.available:
             return plan  # without anything computed yet
@@ -196,7 +197,7 @@ def _compile(config, target, num_slices):
 def _checked(config, target):
     """(LanguageModel, mesh of the topology's devices); UserError as train would raise it."""
     try:
-        model_config, mesh = train_step.check(config, target.devices)
+        model_config, mesh = config_check.check(config, target.devices)
     except ValueError as error:
         raise UserError(f"{error} (on {target.name})") from error
     return LanguageModel(model_config), mesh

@@ -87,11 +87,12 @@ def quick_programs(tmp_path_factory):
 def last_state():
     """last_state(config, workdir) -> the training state of the last checkpoint of a run."""
     from cubit_jax.model import LanguageModel
+    from cubit_jax.training import config_check
     from cubit_jax.training import step as train_step
     from cubit_jax.training.checkpoint import Checkpoints
 
     def read(config, workdir):
-        model_config, mesh = train_step.check(config)
+        model_config, mesh = config_check.check(config)
         return Checkpoints(workdir).restore(train_step.state_shapes(LanguageModel(model_config), config, mesh)[0])[0]
 
     return read

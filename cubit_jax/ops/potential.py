@@ -1,10 +1,11 @@
 """Potentials of the element-wise energy (arXiv 2605.07588, section 2.2): Phi with Phi' = phi, for a gated MLP's phi."""
 
-import difflib
 import math
 
 import jax
 import jax.numpy as jnp
+
+from cubit_jax.runtime.names import did_you_mean
 
 _BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6, -3617 / 510, 43867 / 798, -174611 / 330)
 # Both series below have the coefficients B_2n / (2n + 1)!, n = 1 .. 10, up to a factor.
@@ -67,7 +68,5 @@ ACTIVATIONS = {"silu": jax.nn.silu, "gelu": _gelu, "relu": jax.nn.relu}
 def lookup(table, activation):
     """The entry of POTENTIALS or ACTIVATIONS; an unknown name is a ValueError with the known ones and the nearest."""
     if activation not in table:
-        nearest = difflib.get_close_matches(str(activation), table, 1)
-        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-        raise ValueError(f"{activation=} must be one of {', '.join(table)}{hint}")
+        raise ValueError(f"{activation=} must be one of {', '.join(table)}{did_you_mean(activation, table)}")
     return table[activation]

@@ -9,18 +9,10 @@ import re
 import jax
 from jax.experimental import topologies
 
+from cubit_jax.runtime.devices import DEVICES
 from cubit_jax.runtime.errors import UserError
 
 GIB = 2**30
-# What the TPU compiler lets one program use of a device's memory: the limit that its message names when it runs out.
-TPU_MEMORY = {"v4": 15.25, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
-# Device kind, GiB of memory, compute capability, cores, bytes of shared memory a block may have, bytes a second, GHz,
-# MiB of L2 cache: by the data sheets. The compiler chooses by them, except for the memory.
-_GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 79.2, (8, 0), 108, 166_912, 2.04e12, 1.41, 40),
-    "h100": ("NVIDIA H100 80GB HBM3", 79.1, (9, 0), 132, 232_448, 3.35e12, 1.98, 50),
-    "h200": ("NVIDIA H200", 139.8, (9, 0), 132, 232_448, 4.8e12, 1.98, 50),
-}
 _GPUS_PER_HOST = 8
 KNOWN = (
     "v5e:2x4, 4x4, 4x8, 8x8, 8x16, 16x16; v6e: the same; v5p:2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, "
@@ -69,7 +61,8 @@ def open_topology(name, num_slices=1):
     chip, colon, shape = name.partition(":")
     if chip == "gpu" and colon:
         return _gpus(name, shape, num_slices)
-    if chip not in TPU_MEMORY or not re.fullmatch(r"\d+(x\d+)+", shape):
+    device = DEVICES.get(chip)
+    if device is None or device.gpu or device.memory is None or not re.fullmatch(r"\d+(x\d+)+", shape):
         raise UserError(f"--topology={name} is not known: known are {KNOWN}")
     try:
         version = importlib.metadata.version("libtpu")
@@ -84,12 +77,13 @@ def open_topology(name, num_slices=1):
         raise UserError(
             f"--topology={name} is not one that libtpu {version} has: {_first_line(error)}; known are {KNOWN}"
         ) from error
-    return Topology(name, "tpu", devices, int(TPU_MEMORY[chip] * GIB), f"libtpu {version}")
+    return Topology(name, "tpu", devices, int(device.memory * GIB), f"libtpu {version}")
 
 
 def _gpus(name, shape, num_slices):
     model, _, count = shape.rpartition("x")
-    if model not in _GPUS or not count.isdigit() or not int(count):
+    device = DEVICES.get(model)
+    if device is None or device.gpu is None or not count.isdigit() or not int(count):
         raise UserError(f"--topology={name} is not known: known are {KNOWN}")
     count = int(count)
     if count > _GPUS_PER_HOST and count % _GPUS_PER_HOST:
@@ -100,17 +94,18 @@ def _gpus(name, shape, num_slices):
     # Kernels cannot be timed to choose among them. Read when JAX first looks for devices, which it has not done yet.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     hosts = max(1, count // _GPUS_PER_HOST)
-    kind, memory, (major, minor), cores, shared, bandwidth, clock, cache = _GPUS[model]
+    gpu, (major, minor) = device.gpu, device.gpu.compute_capability
     feature = " feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
     target = f"""gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-        shared_memory_per_core: {shared + 1024} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
+        shared_memory_per_core: {gpu.shared_memory + 1024} threads_per_core_limit: 2048
+        core_count: {gpu.cores} fpus_per_core: 128
         block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        memory_bandwidth: {int(bandwidth)} l2_cache_size: {cache * 2**20} clock_rate_ghz: {clock}
-        device_memory_size: {int(memory * GIB)} shared_memory_per_block_optin: {shared}
+        memory_bandwidth: {int(gpu.bandwidth)} l2_cache_size: {gpu.cache * 2**20} clock_rate_ghz: {gpu.clock}
+        device_memory_size: {int(device.memory * GIB)} shared_memory_per_block_optin: {gpu.shared_memory}
         cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
         registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
         platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 12 minor: 9 }}
-        device_description_str: "{kind}" """
+        device_description_str: "{device.kinds[0]}" """
     try:
         devices = topologies.get_topology_desc(
             "", "cuda", target_config=target, topology=f"1x{hosts}x{count // hosts}"
@@ -118,7 +113,7 @@ def _gpus(name, shape, num_slices):
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
         raise UserError(f"--topology={name}: {plugin} cannot compile for it: {_first_line(error)}") from error
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))  # what JAX takes of a GPU
-    return Topology(name, "gpu", devices, int(memory * GIB * share), plugin)
+    return Topology(name, "gpu", devices, int(device.memory * GIB * share), plugin)
 
 
 def _cuda_plugin():

@@ -1,20 +1,58 @@
-"""Facts about accelerators: peak rates by device kind."""
+"""Facts about accelerators, in one table: what a plan compiles for and what utilisation is measured against."""
 
-# Dense bfloat16 FLOP/s of one device as JAX counts them, from the vendors' data sheets; by Device.device_kind.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 2307e12 / 2,  # JAX sees a chip's two cores
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA's compiler for GPUs chooses by, from the data sheets.
+
+    cores: streaming multiprocessors. shared_memory: bytes that a block of threads may have. bandwidth: of the memory,
+    bytes/s. clock: GHz. cache: L2, MiB.
+    """
+
+    compute_capability: tuple[int, int]
+    cores: int
+    shared_memory: int
+    bandwidth: float
+    clock: float
+    cache: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device as JAX counts them.
+
+    kinds: values of `jax.Device.device_kind`; the first is the one that JAX has today. flops: dense bfloat16 FLOP/s,
+    from the data sheet. memory: GiB; of a TPU what its compiler lets one program use, the limit that its message names
+    when it runs out; None where nothing here compiles for it.
+    """
+
+    kinds: tuple[str, ...]
+    flops: float
+    memory: float | None = None
+    gpu: Gpu | None = None
+
+
+DEVICES = {
+    "v4": Device(("TPU v4",), 275e12, 15.25),
+    "v5e": Device(("TPU v5 lite", "TPU v5e"), 197e12, 15.75),
+    "v5p": Device(("TPU v5", "TPU v5p"), 459e12, 95.74),
+    "v6e": Device(("TPU v6 lite", "TPU v6e"), 918e12, 31.25),
+    "tpu7x": Device(("TPU7x",), 2307e12 / 2, 94.75),  # JAX sees a chip's two cores
+    "a100": Device(
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB", "NVIDIA A100 80GB PCIe"),
+        312e12,
+        79.2,
+        Gpu((8, 0), 108, 166_912, 2.04e12, 1.41, 40),
+    ),
+    "h100": Device(("NVIDIA H100 80GB HBM3",), 989e12, 79.1, Gpu((9, 0), 132, 232_448, 3.35e12, 1.98, 50)),
+    "h100 pcie": Device(("NVIDIA H100 PCIe",), 756e12),
+    "h200": Device(("NVIDIA H200",), 989e12, 139.8, Gpu((9, 0), 132, 232_448, 4.8e12, 1.98, 50)),
+    "b200": Device(("NVIDIA B200",), 2250e12),
 }
+
+
+def peak_flops(kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by its `jax.Device.device_kind`; None where it is not known."""
+    return next((device.flops for device in DEVICES.values() if kind in device.kinds), None)

@@ -1,8 +1,15 @@
-"""What long work shows: a bar with rate and time left on a terminal, lines otherwise."""
+"""What a program prints while it works: lines of process 0, a bar with rate and time left on a terminal."""
 
 import sys
 
+import jax
 import tqdm
+
+
+def say(text: str) -> None:
+    """Prints on process 0 of a run."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 class Progress:

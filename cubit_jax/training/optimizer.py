@@ -39,6 +39,7 @@ def learning_rate(config, count):
     Returns:
       float32 of the shape of `count`.
     """
+    # Not optax's schedules: they count from 0 and, written as p (1 - (1 - s / W)), lose the digits of a small rate.
     optimizer = config.optimizer
     peak, end = optimizer.learning_rate, optimizer.learning_rate * optimizer.end_fraction
     warmup, total = optimizer.warmup_steps, config.num_steps

@@ -1,53 +1,11 @@
-"""One update of the parameters: the check of a config, the training state, gradients over micro-batches, and the guard
-against bad numbers.
-"""
+"""One update of the parameters: the training state, gradients over micro-batches, the guard against bad numbers."""
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from cubit_jax import partitioning
-from cubit_jax.model import ModelConfig
 from cubit_jax.training import optimizer as optimizer_lib
-
-_AT_LEAST_1 = (
-    "num_steps",
-    "batch_size",
-    "accumulation_steps",
-    "seq_len",
-    "log_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "max_skipped_updates",
-)
-
-
-def check(config, devices=None):
-    """(ModelConfig, mesh) of a run's config; ValueError in one line unless it is right in itself and fits the devices.
-
-    Args:
-      devices: to train on; None is all that JAX has.
-    """
-    for name in _AT_LEAST_1:
-        if config[name] < 1:
-            raise ValueError(f"{name}={config[name]} must be at least 1")
-    if not 0 <= config.seed < 2**32:
-        raise ValueError(f"seed={config.seed} must be at least 0 and below 2**32")
-    for name in ("eval_every", "diagnostics_every"):
-        if config[name] < 0:
-            raise ValueError(f"{name}={config[name]} must be at least 1, or 0 for never")
-    if config.profile.first_step < 0 or config.profile.num_steps < 1:
-        raise ValueError(
-            f"profile.first_step={config.profile.first_step} must be at least 1, or 0 for never, and "
-            f"profile.num_steps={config.profile.num_steps} at least 1"
-        )
-    model_config = ModelConfig.from_config(config)
-    optimizer_lib.check(config)
-    mesh = partitioning.make_mesh(config.mesh, devices)
-    partitioning.check(
-        mesh, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps, model=model_config
-    )
-    return model_config, mesh
 
 
 def init_state(model, config):

@@ -1,10 +1,10 @@
 """Flags that take lists or name files to write, checked before the work: one-line errors that name what is known."""
 
-import difflib
 import pathlib
 from collections.abc import Collection, Sequence
 
 from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.names import nearest
 
 
 def known(flag: str, values: Sequence[str], names: Collection[str]) -> list[str]:
@@ -13,10 +13,9 @@ def known(flag: str, values: Sequence[str], names: Collection[str]) -> list[str]
         raise UserError(f"--{flag} is empty: choose of {', '.join(names)}")
     for value in values:
         if value not in names:
-            close = difflib.get_close_matches(value, names, n=1)
+            close = nearest(value, names)
             raise UserError(
-                f"unknown --{flag}={value}: "
-                + (f"did you mean {close[0]}?" if close else f"choose of {', '.join(names)}")
+                f"unknown --{flag}={value}: " + (f"did you mean {close}?" if close else f"choose of {', '.join(names)}")
             )
     return list(dict.fromkeys(values))
 

@@ -69,5 +69,5 @@ def test_dilogarithm_at_known_points():
 
 
 def test_unknown_activation_names_the_nearest():
-    with pytest.raises(ValueError, match=r"one of silu, gelu, relu \(did you mean 'gelu'\?\)"):
+    with pytest.raises(ValueError, match=r"one of silu, gelu, relu; did you mean 'gelu'\?"):
         lookup(POTENTIALS, "gellu")

@@ -1,10 +1,10 @@
 """Tokenizes a corpus once: python -m cubit_jax.prepare --input='GLOB' --output=DIR [--train_tokenizer=VOCAB]
 
-Training from the result (data.source=prepared data.path=DIR) reads tokens instead of text, each process only its own
-rows, and may go on with another number of processes. OUTPUT holds
+Training from the result (data.source=prepared data.path=DIR) reads tokens instead of text. Each process reads only its
+own rows, and a run may go on with another number of processes. DIR holds
 
-    train.bin, heldout.bin    the token streams, little-endian unsigned integers; rows are cut when they are read, so
-                              any seq_len can be trained from them
+    train.bin, heldout.bin    the token streams, little-endian unsigned integers; they are cut into rows while they are
+                              read, so that any seq_len can be trained
     tokenizer.json
     metadata.json             counts of documents, tokens and bytes, vocabulary, dtype, hashes of corpus and tokenizer
 """
@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import types
+from typing import Any
 
 from absl import flags, logging
 from tqdm import tqdm
@@ -69,17 +70,24 @@ def main():
 
 
 def prepare(
-    output,
+    output: str | pathlib.Path,
     *,
-    source="files",
-    path=None,
-    heldout_path=None,
-    heldout_fraction=0.05,
-    text_field="text",
-    tokenizer=None,
-    vocab_size=None,
-):
-    """Writes the directory `output`, whole or not at all, and returns its metadata. Arguments as the flags."""
+    source: str = "files",
+    path: str | None = None,
+    heldout_path: str | None = None,
+    heldout_fraction: float = 0.05,
+    text_field: str = "text",
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+) -> dict[str, Any]:
+    """Writes the directory `output`, whole or not at all. Arguments as the flags.
+
+    Returns:
+      the metadata that is in metadata.json.
+
+    Raises:
+      UserError: the flags, the text or the tokenizer are wrong, or `output` exists or cannot be written.
+    """
     output = pathlib.Path(output).expanduser()
     if output.exists():
         raise UserError(f"{output} exists already: give another --output, or remove it, nothing was written")
@@ -146,7 +154,7 @@ def _write_stream(path, documents, tokenizer, dtype, name):
 
 
 class _Counted:
-    """Documents that add up the bytes of what is read from them."""
+    """Documents that count the bytes read from them."""
 
     def __init__(self, documents):
         self._documents, self.bytes = documents, 0

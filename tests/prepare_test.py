@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from cubit_jax.data.tokenizer import load_tokenizer, train_tokenizer
+from cubit_jax.data.tokenizer import load_tokenizer
+from cubit_jax.data.tokenizer_training import train_tokenizer
 from cubit_jax.prepare import prepare
 from cubit_jax.runtime.errors import UserError
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cubit_jax import evaluate, train
-from cubit_jax.data.tokenizer import train_tokenizer
+from cubit_jax.data.tokenizer_training import train_tokenizer
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.training.checkpoint import Checkpoints
 from cubit_jax.training.trained import load_trained

@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def bigram_bits_per_byte(train, heldout, vocab_size, heldout_bytes):
+def bigram_bits_per_byte(train: np.ndarray, heldout: np.ndarray, vocab_size: int, heldout_bytes: int) -> float:
     """Bits per byte of a bigram model, fitted on `train`, on exactly the targets of `data.heldout_batches`.
 
     p(y | x) = max(c(x, y) - d, 0) / c(x) + d n(x) / c(x) * q(y), where c counts pairs, n(x) is the number of different

@@ -1,7 +1,7 @@
-"""Documents by number: this Python's own source, local text files, and TFDS directories, all without TensorFlow.
+"""Random-access documents of this Python's own source, of local text files and of TFDS directories.
 
-Mistakes in the data are found while a source is opened, before anything is trained, and end as a one-line UserError
-that names the file and the place.
+TensorFlow is not needed. Mistakes in the data are found while a source is opened, before training; each is a one-line
+UserError that names the file and the place.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 import sysconfig
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -29,9 +30,11 @@ class FileDocuments:
     """Documents as byte ranges of files: random access (`len`, `[i] -> str`), picklable, holds no text.
 
     Attributes:
-      paths: files to read from. names: what they are called, the same wherever the corpus lies.
-      file: [n] int32, index into both. start, length: [n] int64, bytes. number: [n] int64, line or row from 1; 0 is
-        the whole file.
+      paths: files to read from.
+      names: their names relative to the corpus, which do not change when the corpus is moved.
+      file: [n] int32, index into `paths` and `names`.
+      start, length: [n] int64, in bytes.
+      number: [n] int64, line or row from 1; 0: the whole file.
       field: the text field of JSON lines.
     """
 
@@ -43,10 +46,10 @@ class FileDocuments:
     number: np.ndarray
     field: str = ""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.file)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> str:
         path = self.paths[self.file[index]]
         try:
             with open(path, "rb") as file:
@@ -63,18 +66,18 @@ class FileDocuments:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} has changed since this program began to read it") from error
 
-    def name(self, index):
+    def name(self, index: int) -> str:
         number = self.number[index]
         return self.names[self.file[index]] + (f":{number}" if number else "")
 
-    def subset(self, mask):
+    def subset(self, mask: np.ndarray) -> "FileDocuments":
         """The documents where `mask` [n] is true."""
         return dataclasses.replace(
             self, **{field: getattr(self, field)[mask] for field in ("file", "start", "length", "number")}
         )
 
-    def cut(self, share):
-        """One text file as two, cut at the first line that begins beyond `share` of it: (head, rest)."""
+    def cut(self, share: float) -> tuple["FileDocuments", "FileDocuments"]:
+        """(head, rest) of a single text file, cut at the first line that begins beyond `share` of it."""
         content = self[0].encode()
         place = content.find(b"\n", int(share * len(content))) + 1
         if not place or place == len(content):  # no line begins there
@@ -84,19 +87,19 @@ class FileDocuments:
 
 
 class TfdsDocuments:
-    """A text feature of one split of a TFDS directory; opened at first use, so that it is cheap to pickle."""
+    """A text feature of one split of a TFDS directory. It is opened at first use, so that it is cheap to pickle."""
 
-    def __init__(self, directory, split, field, indices=None):
+    def __init__(self, directory: str | pathlib.Path, split: str, field: str, indices: np.ndarray | None = None):
         self._directory, self._split, self._field, self._indices = str(directory), split, field, indices
 
     @functools.cached_property
     def _records(self):
         return _import_tfds().builder_from_directory(self._directory).as_data_source(self._split)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._records if self._indices is None else self._indices)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> str:
         number = self._number(index)
         text = self._records[number][self._field]
         place = f"{self._directory}, {self._split} record {number}"
@@ -104,10 +107,10 @@ class TfdsDocuments:
             raise UserError(f"{place}: feature {self._field!r} is {type(text).__name__}, expected text: set text_field")
         return text if isinstance(text, str) else text_files.decode(text, place)
 
-    def name(self, index):
+    def name(self, index: int) -> str:
         return f"{self._split}:{self._number(index)}"
 
-    def subset(self, mask):
+    def subset(self, mask: np.ndarray) -> "TfdsDocuments":
         """The documents where `mask` [n] is true."""
         indices = np.arange(len(self)) if self._indices is None else self._indices
         return TfdsDocuments(self._directory, self._split, self._field, indices[mask])
@@ -120,7 +123,7 @@ class TfdsDocuments:
 
 
 def _import_tfds():
-    """TFDS, imported at first use: it takes a second that the other sources do without."""
+    """TFDS, imported at first use because that takes a second."""
     # Programs that must not load TensorFlow block it with a None here, which TFDS' helpers mistake for TensorFlow.
     if sys.modules.get("tensorflow", sys) is None:
         del sys.modules["tensorflow"]
@@ -129,7 +132,10 @@ def _import_tfds():
     return tensorflow_datasets
 
 
-def open_stdlib():
+Documents = FileDocuments | TfdsDocuments
+
+
+def open_stdlib() -> tuple[FileDocuments, str]:
     """This Python's own .py files, without tests and installed packages -> (FileDocuments, fingerprint).
 
     Sorted by name; the few files that are not UTF-8 are left out.
@@ -146,7 +152,7 @@ def open_stdlib():
     return _index([str(root / name) for name in names], names, field="", spool=None)
 
 
-def open_files(pattern, field, spool):
+def open_files(pattern: str, field: str, spool: str | pathlib.Path) -> tuple[FileDocuments, str]:
     """The files that match a glob, in the order of their names -> (FileDocuments, fingerprint).
 
     Args:
@@ -169,7 +175,7 @@ def open_files(pattern, field, spool):
     return _index([os.path.abspath(path) for path in paths], names, field, spool)
 
 
-def open_tfds(directory, field):
+def open_tfds(directory: str, field: str) -> tuple[TfdsDocuments, TfdsDocuments | None, str]:
     """A TFDS directory -> (train, held-out, fingerprint); no network.
 
     Held-out is the split called validation, valid or test, whichever comes first in this order, or None. The
@@ -206,10 +212,10 @@ def open_tfds(directory, field):
     return sources[0], sources[1] if len(sources) > 1 else None, digest([info.full_name, field, sorted(identity)])
 
 
-def split_documents(documents, fraction):
-    """-> (train, held-out) by a hash of each document's name, which no other document has an influence on.
+def split_documents(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
+    """-> (train, held-out) by a hash of each document's name, independently of the other documents.
 
-    Where that holds out nothing, the document with the smallest hash is held out; of a single text file its end.
+    If that holds out nothing, the document with the smallest hash is held out; of a single text file its end is.
     """
     count = len(documents)
     if count == 1 and isinstance(documents, FileDocuments) and documents.number[0] == 0:
@@ -221,7 +227,7 @@ def split_documents(documents, fraction):
     return documents.subset(~held_out), documents.subset(held_out)
 
 
-def digest(value):
+def digest(value: Any) -> str:
     """Hexadecimal hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 

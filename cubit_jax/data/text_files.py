@@ -1,7 +1,7 @@
-"""One pass over a text file: is it in order, and where in it are the documents?
+"""Checks a text file in one pass and finds its documents.
 
-.txt, .md and .py: the file is a document. .jsonl: each line is one, by its text field. .jsonl.gz and .parquet cannot be
-read at random places, so their text is unpacked once into a spool directory and found there again by later runs.
+A .txt, .md or .py file is one document. Each line of a .jsonl file is one, by its text field. Files .jsonl.gz and
+.parquet cannot be read at random places; their text is unpacked once into a spool directory, where later runs find it.
 Empty documents are left out. Every mistake in a file is a one-line UserError with the file and the line or row.
 """
 
@@ -24,7 +24,7 @@ from cubit_jax.runtime.errors import UserError
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 
 
-def index_file(path, field, spool):
+def index_file(path: str, field: str, spool: str | pathlib.Path) -> tuple[str, np.ndarray, str]:
     """-> (path to read from, places, digest).
 
     Args:
@@ -60,7 +60,7 @@ def index_file(path, field, spool):
     raise UserError(f"{path}: expected a file ending in {', '.join(TEXT_SUFFIXES)}, .jsonl, .jsonl.gz or .parquet")
 
 
-def decode(content, place):
+def decode(content: bytes, place: str) -> str:
     """bytes -> str; UserError naming `place` and the position if they are not UTF-8."""
     try:
         return content.decode("utf-8")

@@ -1,5 +1,6 @@
 """Corpora and tokenizers as a config names them, prepared data included; each mistake is one line."""
 
+import ast
 import json
 import pathlib
 import types
@@ -7,9 +8,16 @@ import types
 import numpy as np
 import pytest
 
-from cubit_jax.data import corpus as data_module
-from cubit_jax.data import encode_documents, heldout_batches, open_corpus, open_tokenizer, token_stream, train_batches
-from cubit_jax.data.tokenizer import train_tokenizer
+from cubit_jax.data import (
+    encode_documents,
+    heldout_batches,
+    open_corpus,
+    open_tokenizer,
+    pipeline,
+    token_stream,
+    train_batches,
+)
+from cubit_jax.data.tokenizer_training import train_tokenizer
 from cubit_jax.prepare import prepare
 from cubit_jax.runtime.errors import UserError
 
@@ -122,7 +130,7 @@ def test_tokenizer_is_trained_once_on_the_training_part(tmp_path, texts):
 
 
 def test_streams_are_documents_between_ends_of_text(monkeypatch):
-    monkeypatch.setattr(data_module, "_ENCODE_TEXT", 30)  # characters that are encoded together
+    monkeypatch.setattr(pipeline, "_ENCODE_TEXT", 30)  # characters that are encoded together
     tokenizer = train_tokenizer(["a"], 257)
     texts = [f"{i} x " * (5 * (i % 3)) for i in range(20)]
     parts = list(encode_documents(texts, tokenizer))
@@ -181,3 +189,14 @@ def test_damaged_prepared_data(tmp_path, texts):
         pathlib.Path(out, name).write_bytes(good)
     (out / "train.bin").unlink()
     assert "train.bin is missing" in _error(open_corpus, data, tmp_path)
+
+
+def test_data_never_imports_jax():  # a worker process imports this room
+    for path in pathlib.Path(pipeline.__file__).parent.glob("*.py"):
+        modules = [
+            name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+        ]
+        assert not [name for name in modules if name and name.split(".")[0] in ("jax", "flax", "orbax")], path

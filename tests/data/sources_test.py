@@ -18,7 +18,7 @@ import pytest
 
 from cubit_jax.data import sources, train_batches
 from cubit_jax.data.sources import open_files
-from cubit_jax.data.tokenizer import train_tokenizer
+from cubit_jax.data.tokenizer_training import train_tokenizer
 from cubit_jax.runtime.errors import UserError
 
 TEXTS = ["first", "zwei\r\nLinien\n", "日本 😀", "a<|endoftext|>b", "\ttab \x00"]
@@ -233,7 +233,7 @@ def refuse(*_):
 socket.socket.connect = refuse
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.data import open_corpus, train_batches
-from cubit_jax.data.tokenizer import train_tokenizer
+from cubit_jax.data.tokenizer_training import train_tokenizer
 
 folder = sys.argv[1]
 train, heldout = [f"train {i} \\u65e5" for i in range(60)], [f"test {i}" for i in range(7)]
@@ -275,7 +275,7 @@ if __name__ == "__main__":
 """
 
 
-def test_tfds_directory_is_written_read_and_resumed_without_tensorflow(tmp_path):  # H18
+def test_tfds_directory_is_written_read_and_resumed_without_tensorflow(tmp_path):
     for name, script in (("write.py", TFDS_WRITER), ("read.py", TFDS_READER)):
         (tmp_path / name).write_text(script)
         result = subprocess.run(

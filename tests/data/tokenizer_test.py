@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from cubit_jax.data import tokenizer as tokenizer_module
-from cubit_jax.data.tokenizer import check_vocabulary, load_tokenizer, train_tokenizer
+from cubit_jax.data.tokenizer import check_vocabulary, load_tokenizer
+from cubit_jax.data.tokenizer_training import train_tokenizer
 from cubit_jax.runtime.errors import UserError
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n\n\nprint('the {i}th')\n" for i in range(60)]

@@ -13,6 +13,7 @@ import pytest
 
 from configs import base
 from cubit_jax.layers import MIXERS
+from cubit_jax.layers.mixer import Rows
 from cubit_jax.model import (
     Group,
     LanguageModel,
@@ -319,7 +320,7 @@ def test_depth_at_initialisation(mixer):  # H14
 
     def layer(x, layer_params):
         x, _ = Group(config, True, False).apply(
-            {"params": layer_params}, x, batch["positions"], batch["segment_ids"], None, None
+            {"params": layer_params}, x, Rows(batch["positions"], batch["segment_ids"]), None, None
         )
         return x, jnp.sqrt(jnp.mean(x**2))
 

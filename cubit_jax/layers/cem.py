@@ -1,94 +1,25 @@
 """Causal Energy Minimization: layers that take gradient steps on conditional energies (arXiv 2605.07588)."""
 
-import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from cubit_jax import ops
-from cubit_jax.layers.common import Mixer, at_least_float32, record, records_diagnostics, token_positions, write_cache
+from cubit_jax.layers.common import check_choice
+from cubit_jax.layers.descent import PRECONDITIONERS, Descent
+from cubit_jax.layers.mixer import Cache, Mixer, Rows, write_cache
 from cubit_jax.layers.mlp import GatedMLP
 from cubit_jax.ops.potential import ACTIVATIONS, lookup
 from cubit_jax.partitioning import constrain, per_shard
 
-INTERACTIONS = ("lowrank", "diagonal", "shared_diagonal")
-PRECONDITIONERS = ("none", "diagonal", "diagonal_lowrank")
+__all__ = ["CEMMLP", "INTERACTIONS", "PRECONDITIONERS", "CEMAttention"]
 
-# softplus of it is 1, so that training starts at the plain gradient step.
-_UNIT_SOFTPLUS = math.log(math.e - 1)
+INTERACTIONS = ("lowrank", "diagonal", "shared_diagonal")
+
 # Small beside the low-rank scores: these are near 1, the diagonal's near 0.02 sqrt(D / K).
 _DIAGONAL_SCALE = 0.02
-# Of the low-rank part's rows, over sqrt(D): its eigenvalues start near +-0.1, far from those that make P indefinite.
-_LOWRANK_SCALE = 0.3
-
-
-class Descent(nn.Module):
-    """T times x <- x + step_size * P step(x) from x = h, for a layer that returns x_T - h; h is its normalised input.
-
-    No parameter depends on T: the number of recursions of a trained layer may be changed. The state is at least float32
-    whatever the layer's dtype, as small steps would be lost in 16 bits. Learned: step_size [] and those of P.
-    """
-
-    num_recursions: int = 1  # T; 0 is the identity (an update of 0)
-    step_size: float | None = None  # None starts at 1 / num_recursions, and needs learn_step_size
-    learn_step_size: bool = True
-    preconditioner: str = "none"  # none | diagonal: diag(softplus(d)) | diagonal_lowrank: that plus U V^T + V U^T
-    precondition_rank: int = 8  # R of U and V
-
-    def __post_init__(self):
-        check_choice("preconditioner", self.preconditioner, PRECONDITIONERS)
-        if self.num_recursions < 0:
-            raise ValueError(f"num_recursions={self.num_recursions} must be at least 0")
-        if self.step_size is None and not self.learn_step_size:
-            raise ValueError("step_size=None must be a number where learn_step_size is False")
-        if self.precondition_rank < 1:
-            raise ValueError(f"precondition_rank={self.precondition_rank} must be at least 1")
-        super().__post_init__()
-
-    def descent_parameters(self, model_dim):
-        """The number of parameters of the step size and the preconditioner."""
-        of_preconditioner = {"none": 0, "diagonal": 1, "diagonal_lowrank": 1 + 2 * self.precondition_rank}
-        return int(self.learn_step_size) + of_preconditioner[self.preconditioner] * model_dim
-
-    def descend(self, step, x, energy, segment_ids=None):
-        """The update x_T - x [B, L, D], in the layer's dtype.
-
-        Args:
-          step: state -> minus the gradient.
-          x: [B, L, D].
-          energy: state -> [B, L], evaluated before and after when diagnostics are asked for; None records nothing.
-          segment_ids: [B, L] or None; padding is left out of the recorded means.
-        """
-        start = x.astype(at_least_float32(x.dtype))
-        step_size = self._step_size()
-        factors = self._preconditioner(x.shape[-1])
-        precondition = (lambda vector: ops.precondition(vector, *factors)) if factors else None
-        end = ops.minimize(step, start, num_steps=self.num_recursions, step_size=step_size, precondition=precondition)
-        if energy is not None and records_diagnostics(self):
-            real = None if segment_ids is None else segment_ids != 0
-            record(self, "energy_before", _mean(energy(start), real))
-            record(self, "energy_after", _mean(energy(end), real))
-            record(self, "step_size", jnp.asarray(step_size))
-            if factors:
-                record(self, "preconditioner_margin", ops.preconditioner_margin(*factors))
-        return (end - start).astype(self.dtype)
-
-    def _step_size(self):
-        first = 1 / max(self.num_recursions, 1) if self.step_size is None else self.step_size
-        if not self.learn_step_size:
-            return first
-        return self.param("step_size", nn.initializers.constant(first), (), self.param_dtype)
-
-    def _preconditioner(self, model_dim):
-        """(), (d,) or (d, u, v)."""
-        if self.preconditioner == "none":
-            return ()
-        d = self.param("precond_d", nn.initializers.constant(_UNIT_SOFTPLUS), (model_dim,), self.param_dtype)
-        if self.preconditioner == "diagonal":
-            return (d,)
-        init = nn.initializers.normal(_LOWRANK_SCALE / math.sqrt(model_dim))
-        shape = (model_dim, self.precondition_rank)
-        return d, *(self.param(name, init, shape, self.param_dtype) for name in ("precond_u", "precond_v"))
 
 
 class CEMAttention(Descent, Mixer):
@@ -104,7 +35,7 @@ class CEMAttention(Descent, Mixer):
         check_choice("interaction", self.interaction, INTERACTIONS)
         super().__post_init__()
 
-    def init_cache(self, batch, max_len, dtype, model_dim=None):
+    def init_cache(self, batch: int, max_len: int, dtype: Any, model_dim: int | None = None) -> Cache:
         """Empty arrays; model_dim is needed where the cache holds h."""
         shape = (batch, max_len, self.num_heads, self.head_dim)
         cache = {"k": jnp.zeros(shape, dtype)}
@@ -114,14 +45,18 @@ class CEMAttention(Descent, Mixer):
             raise ValueError(f"interaction={self.interaction!r} keeps its input in the cache: give model_dim")
         return cache | {"h": jnp.zeros((batch, max_len, model_dim), dtype)}
 
-    def expected_parameters(self, model_dim):
-        """The number of parameters in closed form."""
+    def expected_parameters(self, model_dim: int) -> int:
         diagonals = {"lowrank": 0, "diagonal": self.num_heads, "shared_diagonal": 1}[self.interaction]
         return model_dim * (2 * self.num_heads * self.head_dim + diagonals) + self.descent_parameters(model_dim)
 
+    def multiply_adds(self, model_dim: int, seq_len: int) -> float:
+        # Each step uses the query projection twice, and two products with a causal matrix.
+        projections = (2 * self.num_recursions - 1) * model_dim * self.num_heads * self.head_dim
+        return projections + 2 * self.num_recursions * self.attention_multiply_adds(seq_len)
+
     @nn.compact
-    def __call__(self, x, *, positions=None, segment_ids=None, cache=None, prefill=False):
-        positions = token_positions(x, positions, cache, prefill)
+    def mix(self, x: jax.Array, rows: Rows, cache: Cache | None = None, prefill: bool = False):
+        positions, segment_ids = rows
         x = x.astype(self.dtype)
         shape = (x.shape[-1], self.num_heads, self.head_dim)
         w_q, w_k = (Kernel(shape, self.param_dtype, name=name)() for name in ("q_proj", "k_proj"))
@@ -163,7 +98,7 @@ class CEMAttention(Descent, Mixer):
                 window=self.window,
             )
 
-        y = self.descend(step, x, energy if cache is None else None, segment_ids)
+        y = self.descend(step, x, energy if cache is None else None, rows.real)
         return y if cache is None else (y, new_cache)
 
     def _step(self, state, x, keys, w_q, diag, positions, segment_ids, layout=None):
@@ -198,12 +133,14 @@ class CEMMLP(Descent, GatedMLP):
         lookup(ACTIVATIONS, self.activation)
         super().__post_init__()
 
-    def expected_parameters(self, model_dim):
-        """The number of parameters in closed form."""
+    def expected_parameters(self, model_dim: int) -> int:
         return 2 * model_dim * self.mlp_dim + self.descent_parameters(model_dim)
 
+    def multiply_adds(self, model_dim: int, seq_len: int) -> float:
+        return (2 * self.num_recursions - 1) * model_dim * self.mlp_dim  # each step uses the up projection twice
+
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(self.dtype)
         shape = (x.shape[-1], self.mlp_dim)
         w_up, w_gate = (Kernel(shape, self.param_dtype, name=name)() for name in ("up_proj", "gate_proj"))
@@ -225,19 +162,6 @@ class Kernel(nn.Module):
     param_dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self):
+    def __call__(self) -> jax.Array:
         init = nn.initializers.lecun_normal(in_axis=0, out_axis=tuple(range(1, len(self.shape))))
         return self.param("kernel", init, self.shape, self.param_dtype)
-
-
-def check_choice(name, value, choices):
-    """Raises ValueError unless the value is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")
-
-
-def _mean(energy, real):
-    """The mean over the real positions, 0 if there are none."""
-    if real is None:
-        return jnp.mean(energy)
-    return jnp.sum(energy, where=real) / jnp.maximum(jnp.sum(real), 1)

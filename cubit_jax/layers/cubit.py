@@ -1,19 +1,21 @@
 """The Cubit mixer: kernel ridge regression over the tokens (arXiv 2605.06501)."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from cubit_jax import ops
-from cubit_jax.layers.common import Mixer, at_least_float32, record, records_diagnostics, token_positions, write_cache
+from cubit_jax.layers.common import at_least_float32, check_choice, record, records_diagnostics
+from cubit_jax.layers.mixer import Cache, Mixer, Rows, write_cache
 from cubit_jax.partitioning import per_shard
 
 _MIN_NORM = 1e-6
 
 
-def normalize_reference(r, scale):
+def normalize_reference(r: jax.Array, scale: jax.Array) -> jax.Array:
     """max(gamma, 0) * r / max(||r||, 1e-6): r [B, L, H, K], scale gamma [H] -> the same shape and dtype as r.
 
     A gamma below 0 would make each diagonal entry the smallest of its row and the solution explode, hence the floor.
@@ -37,7 +39,7 @@ class CubitMixer(Mixer):
     the Limited-Range Rescale, in (low, low + range). The cache holds k, u and rn (with reference="shared" k and u):
     u of a token depends only on the tokens before it, so that it never changes.
 
-    Learned, a head: reference_scale, log_ridge and, with the rescale, lrr_low and lrr_range.
+    Learned per head: reference_scale, log_ridge and, with the rescale, lrr_low and lrr_range.
     """
 
     lrr: bool = True  # Limited-Range Rescale; False is s = 1
@@ -48,26 +50,27 @@ class CubitMixer(Mixer):
     reference_scale_init: float = 1.0
 
     def __post_init__(self):
-        if self.reference not in ("independent", "shared"):
-            raise ValueError(f"reference={self.reference!r} must be independent or shared")
+        check_choice("reference", self.reference, ("independent", "shared"))
         if not self.ridge_init > 0:
             raise ValueError(f"ridge_init={self.ridge_init} must be above 0: it is learned as its logarithm")
         super().__post_init__()
 
-    def cache_dtypes(self, dtype):
+    def cache_dtypes(self, dtype: Any) -> dict[str, Any]:
         # u can be a thousand times as large as v and is subtracted from: it stays float32.
         dtypes = {"k": dtype, "u": at_least_float32(dtype)}
         return dtypes if self.reference == "shared" else dtypes | {"rn": dtype}
 
-    def expected_parameters(self, model_dim):
-        """The number of parameters in closed form."""
+    def expected_parameters(self, model_dim: int) -> int:
         projections = 5 if self.reference == "independent" else 4
         rescale = (model_dim + 2) * self.num_heads if self.lrr else 0
         return projections * model_dim * self.num_heads * self.head_dim + 2 * self.num_heads + rescale
 
+    def multiply_adds(self, model_dim: int, seq_len: int) -> float:
+        return 4 * self.attention_multiply_adds(seq_len)  # attention's two, and two of the solve
+
     @nn.compact
-    def __call__(self, x, *, positions=None, segment_ids=None, cache=None, prefill=False):
-        positions = token_positions(x, positions, cache, prefill)
+    def mix(self, x: jax.Array, rows: Rows, cache: Cache | None = None, prefill: bool = False):
+        positions, segment_ids = rows
         q = self.rotate(self.project(x, "q_proj"), positions)
         k = self.rotate(self.project(x, "k_proj"), positions)
         v = self.project(x, "v_proj")
@@ -76,8 +79,8 @@ class CubitMixer(Mixer):
         gamma = self._per_head("reference_scale", self.reference_scale_init)
         rn = normalize_reference(r, gamma)
         ridge = jnp.exp(self._per_head("log_ridge", math.log(self.ridge_init)).astype(at_least_float32(self.dtype)))
-        rescale = self._rescale(x, segment_ids) if self.lrr else None
-        self._diagnose(r, rn, ridge, segment_ids)
+        rescale = self._rescale(x, rows) if self.lrr else None
+        self._diagnose(r, rn, ridge, rows)
 
         if cache is None or prefill:
             o, u = per_shard(self._aggregate, "BLHK,BLHK,BLHK,BLHK,BLH,H,H,BL->BLHK,BLHK")(
@@ -116,18 +119,18 @@ class CubitMixer(Mixer):
     def _per_head(self, name, value):
         return self.param(name, nn.initializers.constant(value), (self.num_heads,), self.param_dtype)
 
-    def _rescale(self, x, segment_ids):
+    def _rescale(self, x, rows):
         """s [B, L, H] in (low, low + range)."""
         low = self._per_head("lrr_low", self.lrr_low_init)
         span = self._per_head("lrr_range", self.lrr_range_init)
         rescale = low + span * nn.sigmoid(self.project_to_heads(x, "lrr_proj"))
         if records_diagnostics(self):
-            real = True if segment_ids is None else (segment_ids != 0)[..., None]
+            real = rows.real[..., None]
             record(self, "rescale_min", jnp.min(rescale, where=real, initial=jnp.inf))
             record(self, "rescale_max", jnp.max(rescale, where=real, initial=-jnp.inf))
         return rescale
 
-    def _diagnose(self, r, rn, ridge, segment_ids):
+    def _diagnose(self, r, rn, ridge, rows):
         """Records what tells whether the solve is healthy: the ridge and the smallest diagonal of the system."""
         if not records_diagnostics(self):
             return
@@ -138,6 +141,5 @@ class CubitMixer(Mixer):
                 r, rn, ridge, segment_ids=segment_ids, window=self.window, scale=1.0, layout=layout
             ),
             "BLHK,BLHK,H,BL->BLH",
-        )(r, rn, ridge, segment_ids)
-        real = True if segment_ids is None else (segment_ids != 0)[..., None]
-        record(self, "diagonal_min", jnp.min(diagonal, where=real, initial=jnp.inf))
+        )(r, rn, ridge, rows.segment_ids)
+        record(self, "diagonal_min", jnp.min(diagonal, where=rows.real[..., None], initial=jnp.inf))

@@ -1,37 +1,42 @@
 """The DeltaFormer mixer: the delta rule in the kernel's feature space (arXiv 2505.19488)."""
 
+from typing import Any
+
+import jax
 from flax import linen as nn
 
 from cubit_jax import ops
-from cubit_jax.layers.common import Mixer, at_least_float32, token_positions, write_cache
+from cubit_jax.layers.common import at_least_float32, check_choice
+from cubit_jax.layers.mixer import Cache, Mixer, Rows, write_cache
 from cubit_jax.partitioning import per_shard
 
 
 class DeltaFormerMixer(Mixer):
     """o = A u with u_i = v_i - beta_i sum_{j<i} P_ij u_j, where A is the attention of q and k (arXiv 2505.19488).
 
-    P is the row softmax of w_i . k_j / sqrt K over the visible j < i; beta is linear in x, one a head, not squashed.
+    P is the row softmax of w_i . k_j / sqrt K over the visible j < i; beta is linear in x, one per head, not squashed.
     The cache holds k and u.
     """
 
     projection: str = "own"  # w has its own projection | shared: w is k
 
     def __post_init__(self):
-        if self.projection not in ("own", "shared"):
-            raise ValueError(f"projection={self.projection!r} must be own or shared")
+        check_choice("projection", self.projection, ("own", "shared"))
         super().__post_init__()
 
-    def cache_dtypes(self, dtype):
+    def cache_dtypes(self, dtype: Any) -> dict[str, Any]:
         return {"k": dtype, "u": at_least_float32(dtype)}
 
-    def expected_parameters(self, model_dim):
-        """The number of parameters in closed form."""
+    def expected_parameters(self, model_dim: int) -> int:
         projections = 5 if self.projection == "own" else 4
         return projections * model_dim * self.num_heads * self.head_dim + (model_dim + 1) * self.num_heads
 
+    def multiply_adds(self, model_dim: int, seq_len: int) -> float:
+        return 4 * self.attention_multiply_adds(seq_len)  # attention's two, and two of the solve
+
     @nn.compact
-    def __call__(self, x, *, positions=None, segment_ids=None, cache=None, prefill=False):
-        positions = token_positions(x, positions, cache, prefill)
+    def mix(self, x: jax.Array, rows: Rows, cache: Cache | None = None, prefill: bool = False):
+        positions, segment_ids = rows
         q = self.rotate(self.project(x, "q_proj"), positions)
         k = self.rotate(self.project(x, "k_proj"), positions)
         v = self.project(x, "v_proj")

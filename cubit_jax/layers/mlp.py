@@ -2,26 +2,29 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from cubit_jax.layers.common import kernel_init
+from cubit_jax.layers.common import Layer, kernel_init
 from cubit_jax.partitioning import constrain
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """SwiGLU: W_down (silu(W_gate x) * W_up x), [B, L, D] -> [B, L, D] (arXiv 2002.05202)."""
 
     mlp_dim: int
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
-    def expected_parameters(self, model_dim):
-        """The number of parameters in closed form."""
+    def expected_parameters(self, model_dim: int) -> int:
         return 3 * model_dim * self.mlp_dim
 
+    def multiply_adds(self, model_dim: int, seq_len: int) -> float:
+        return 0
+
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         def dense(features, name):
             return nn.Dense(
                 features,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from cubit_jax import partitioning
+from cubit_jax.model_config import partition_rules
 from cubit_jax.training import optimizer as optimizer_lib
 
 
@@ -36,7 +37,7 @@ def state_shapes(model, config, mesh):
     Raises ValueError for a parameter without a sharding rule.
     """
     shapes = jax.eval_shape(lambda: init_state(model, config))
-    shardings = partitioning.state_shardings(mesh, shapes)
+    shardings = partitioning.state_shardings(mesh, shapes, partition_rules(model.config))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     ), shardings

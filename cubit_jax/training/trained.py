@@ -11,6 +11,7 @@ from absl import logging
 from cubit_jax import partitioning
 from cubit_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from cubit_jax.model import LanguageModel, ModelConfig
+from cubit_jax.model_config import partition_rules
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.training import workdir
 from cubit_jax.training.checkpoint import load_params
@@ -48,7 +49,8 @@ def load_trained(folder, **options):
     tokenizer = _load_tokenizer(config, folder)
     model = LanguageModel(model_config)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    params, step = load_params(folder, model, partitioning.state_shardings(mesh, {"params": shapes})["params"])
+    shardings = partitioning.state_shardings(mesh, {"params": shapes}, partition_rules(model_config))["params"]
+    params, step = load_params(folder, model, shardings)
     return Trained(config, model, params, step, tokenizer, mesh)
 
 

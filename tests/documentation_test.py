@@ -30,3 +30,14 @@ def test_links_lead_to_files():
         if "://" not in link and not (page.parent / link).exists()
     ]
     assert links and not broken, broken
+
+
+def test_functions_of_the_papers_are_where_the_page_says():
+    page = ROOT / "docs" / "papers_to_code.md"
+    found = re.findall(r"\[(\w+)\]\((\.\./cubit_jax/[\w/]+\.py)\)", page.read_text())
+    missing = [
+        name
+        for name, path in found
+        if not re.search(rf"^(def|class) {name}\b", (page.parent / path).read_text(), re.MULTILINE)
+    ]
+    assert len(found) > 20 and not missing, missing

@@ -220,7 +220,7 @@ def partition_rules(config: ModelConfig) -> Rules:
     period = len(config.mixers)
 
     def own(owner, layer):
-        return [(rf"\b{owner}/(?:.*/)?(?:{pattern})", spec) for pattern, spec in layer.partition_rules]
+        return [(rf"\b{owner}/(?:{pattern})$", spec) for pattern, spec in layer.partition_rules]
 
     rules = own("mlp", MLPS[config.mlp])
     for i, name in enumerate(config.mixers):

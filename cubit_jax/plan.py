@@ -19,6 +19,7 @@ from absl import flags
 from cubit_jax import partitioning
 from cubit_jax.flops import flops_per_token
 from cubit_jax.model import LanguageModel, count_parameters
+from cubit_jax.model_config import drop_replaced_options
 from cubit_jax.ops import dispatch
 from cubit_jax.planning import advice as plan_advice
 from cubit_jax.planning import topology
@@ -55,9 +56,10 @@ class Plan:
     state, batch, temporaries and code, which may be more. Where the compiler refused, what it says it needs; where the
     state alone is too much, the state. available: what the compiler lets a program use. temporary: None where it did
     not compile.
-    flops: of the model a step, all devices together (flops_per_token). flops_executed: with what remat computes
-    again, the forward pass once more for "full"; "dots" computes little again, which is not counted. seconds_at_peak:
-    flops_executed at the devices' peak, and nothing else: no step can be faster. None where the peak is not known.
+    flops: of the model a step, all devices together (flops_per_token); None where a layer does not state its own.
+    flops_executed: with what remat computes again, the forward pass once more for "full"; "dots" computes little again,
+    which is not counted. seconds_at_peak: flops_executed at the devices' peak, and nothing else: no step can be faster.
+    None where the peak is not known.
     collectives: {kind: {count, sent, across}} as collectives.Traffic. unknown_loops: loops counted once there.
     """
 
@@ -74,8 +76,8 @@ class Plan:
     available: int
     peak: int
     fits: bool
-    flops: float
-    flops_executed: float
+    flops: float | None
+    flops_executed: float | None
     seconds_at_peak: float | None
     peak_is_bound: bool = False
     temporary: int | None = None
@@ -98,6 +100,7 @@ def main():
             raise UserError(
                 f"cannot write --json={values.json}: it is a folder, or its folder is not there or not writable"
             )
+    drop_replaced_options(values.config, cli.given_options())
     topology.prepare()
     target = topology.open_topology(values.topology, values.num_slices)
     plan = make_plan(values.config, target, values.num_slices, values.tries)
@@ -142,9 +145,10 @@ def _compile(config, target, num_slices):
         shapes, shardings = train_step.state_shapes(model, config, mesh)
         count = count_parameters(shapes["params"])
         parameters, moments = (_bytes(shapes[name]) for name in ("params", "opt_state"))
-        flops = flops_per_token(model.config, count) * config.batch_size * config.seq_len
-        executed = flops * _FORWARD_AGAIN[config.model.remat]
-        peak = peak_flops(kind)
+        flops, executed, peak = flops_per_token(model.config, count), None, peak_flops(kind)
+        if flops is not None:
+            flops *= config.batch_size * config.seq_len
+            executed = flops * _FORWARD_AGAIN[config.model.remat]
         plan = Plan(
             settings=plan_advice.settings(config),
             topology=target.name,
@@ -161,7 +165,7 @@ def _compile(config, target, num_slices):
             fits=False,
             flops=flops,
             flops_executed=executed,
-            seconds_at_peak=executed / len(devices) / peak if peak else None,
+            seconds_at_peak=executed / len(devices) / peak if peak and executed else None,
         )
         if plan.peak > plan.available:
             return plan  # without anything computed yet
@@ -243,9 +247,14 @@ def describe(plan):
         "memory      a device: "
         + ", ".join(f"{name} {_size(size)}" for name, size in memory)
         + f"; peak {'at most ' * plan.peak_is_bound}{plan.peak / GIB:.2f} GiB of {plan.available / GIB:.2f}: it fits",
-        f"compute     a step: {plan.flops:.3g} FLOPs of the model (closed form, 2 a multiply-add, causal half of "
-        f"L x L), {plan.flops_executed:.3g} with recomputation",
     ]
+    if plan.flops is None:
+        lines.append("compute     not known: a layer of the model does not state its multiply-adds")
+    else:
+        lines.append(
+            f"compute     a step: {plan.flops:.3g} FLOPs of the model (closed form, 2 a multiply-add, causal half of "
+            f"L x L), {plan.flops_executed:.3g} with recomputation"
+        )
     if plan.seconds_at_peak is not None:
         lines.append(
             f"            {plan.seconds_at_peak * 1e3:.4g} ms at the devices' peak; no step is faster, and "

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from cubit_jax.flops import flops_per_token
 from cubit_jax.model import count_parameters
+from cubit_jax.model_config import drop_replaced_options
 from cubit_jax.runtime import cli, distributed
 from cubit_jax.runtime.profiler import Trace
 from cubit_jax.runtime.progress import say
@@ -37,6 +38,7 @@ def define_flags() -> None:
 
 
 def main() -> None:
+    drop_replaced_options(flags.FLAGS.config, cli.given_options())
     try:
         distributed.run(lambda: train(flags.FLAGS.config, flags.FLAGS.workdir), stop_together=True)
     except SaveError as error:

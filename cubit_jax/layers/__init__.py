@@ -6,5 +6,13 @@ from cubit_jax.layers.cubit import CubitMixer
 from cubit_jax.layers.deltaformer import DeltaFormerMixer
 from cubit_jax.layers.mlp import GatedMLP
 
-MIXERS = {"attention": Attention, "deltaformer": DeltaFormerMixer, "cubit": CubitMixer, "cem": CEMAttention}
-MLPS = {"gated": GatedMLP, "cem": CEMMLP}
+MIXERS = {
+    "attention": Attention,
+    "cem": CEMAttention,
+    "cubit": CubitMixer,
+    "deltaformer": DeltaFormerMixer,
+}
+MLPS = {
+    "cem": CEMMLP,
+    "gated": GatedMLP,
+}

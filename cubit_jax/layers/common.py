@@ -18,8 +18,8 @@ class Layer(nn.Module):
 
     Attributes:
       partition_rules: pairs (regular expression, PartitionSpec) for parameters that no rule in
-        cubit_jax/partitioning/parameters.py covers. The expression is searched in the parameter's path within the
-        layer ("decay", "gate_proj/kernel"); the spec names the mesh axes of one layer's array.
+        cubit_jax/partitioning/parameters.py covers. The expression is the parameter's whole path within the layer
+        ("decay", "gate_proj/kernel"); the spec names the mesh axes of one layer's array.
     """
 
     partition_rules: ClassVar[Rules] = ()

@@ -6,7 +6,7 @@ import re
 import sys
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_dict, config_flags
 
 from cubit_jax.runtime.errors import UserError
 
@@ -58,8 +58,36 @@ def define_config():
         "field in configs/base.py is a flag too: --config.num_steps=1000 --config.optimizer.learning_rate=1e-3 "
         '--config.model.mixers=\'("cubit","attention")\'. They must stand after --config.',
     )
+    flags.FLAGS["config"].parser = _AnyOption(flags.FLAGS["config"].parser)
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # --help shows the program's own flags
     return holder
+
+
+def given_options() -> set[str]:
+    """The names of the options of layers that flags set: `X` for --config.model.options.X=VALUE."""
+    prefix = "model.options."
+    given = config_flags.get_override_values(flags.FLAGS["config"])
+    return {name.removeprefix(prefix) for name in given if name.startswith(prefix)}
+
+
+class _AnyOption(flags.ArgumentParser):
+    """Takes flags for options that the config's file does not list: a layer's fields are known to the model alone."""
+
+    def __init__(self, of_files: flags.ArgumentParser):
+        self._of_files = of_files
+
+    def flag_type(self) -> str:
+        return self._of_files.flag_type()
+
+    def parse(self, path: str) -> ConfigDict:
+        config = self._of_files.parse(path)
+        arguments = flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)
+        matches = (re.match(r"--?(?:no)?config\.model\.options\.(\w+)", argument) for argument in arguments)
+        if names := [match[1] for match in matches if match]:
+            options = config.model.options
+            with options.unlocked():
+                options.update({name: config_dict.placeholder(object) for name in names if name not in options})
+        return config
 
 
 def fail(error, at_once=False):
@@ -115,11 +143,6 @@ def _unknown_field(error):
     if near:
         return f"the config has no field {near[2]!r}: did you mean {near[1]!r}?"
     name = re.findall(r"\w+", str(error))[-1]
-    if any(argument.lstrip("-").startswith(f"config.model.options.{name}") for argument in sys.argv):
-        return (
-            f"--config.model.options.{name}: the config given has no such option of a mixer; begin with one that "
-            "has, e.g. --config=configs/cubit.py:tiny, and choose --config.model.mixers"
-        )
     return f"the config has no field {name!r}: configs/base.py lists them all"
 
 

@@ -29,7 +29,7 @@ class Loop:
       put: local batch of numpy arrays -> batch on devices.
       batches: iterator of batches; data_state: () -> bytes, its position after the batch handed out last.
       checkpoints, writers, stop, trace: Checkpoints, Writers, StopRequest, Trace.
-      flops_per_token: of the model, for the utilisation; show: whether this process prints.
+      flops_per_token: of the model, for the utilisation, None if not known; show: whether this process prints.
     """
 
     config: Any
@@ -44,7 +44,7 @@ class Loop:
     writers: Any
     stop: Any
     trace: Trace
-    flops_per_token: float
+    flops_per_token: float | None
     show: bool = True
 
     def run(self, state):

@@ -66,15 +66,7 @@ def report(run: Run, state: dict[str, Any], evaluation: dict[str, float] | None,
     step = int(state["step"])
     evaluation = evaluation or run.evaluate(state["params"])
     prompt = "def" if config.data.source == "stdlib" else ""
-    sample = generate_text(
-        run.model,
-        state["params"],
-        run.tokenizer,
-        [prompt],
-        max_new_tokens=_SAMPLE_TOKENS,
-        temperature=0.7,
-        seed=config.seed,
-    )[0]
+    sample = _sample(run, state["params"], prompt)
     if jax.process_index():  # what the devices of all processes compute ends here
         return
     bigram = bigram_bits_per_byte(
@@ -90,13 +82,26 @@ def report(run: Run, state: dict[str, Any], evaluation: dict[str, float] | None,
         f"(a bigram model of the same tokens: {bigram:.4f})"
     )
     other = "cubit" if set(run.model_config.mixers) == {"attention"} else "transformer"
-    lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in prompt + sample)
-    say("sample\n    " + lines.replace("\n", "\n    "))
-    say(f"""next
-    {_python()} -m cubit_jax.generate --workdir={run.folder} --prompt='{prompt or "The"}' --max_new_tokens=200
+    if sample is None:
+        say("sample      none: a mixer of this model keeps no cache to decode with")
+        generate = ""
+    else:
+        lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in prompt + sample)
+        say("sample\n    " + lines.replace("\n", "\n    "))
+        arguments = f"--prompt='{prompt or 'The'}' --max_new_tokens=200"
+        generate = f"\n    {_python()} -m cubit_jax.generate --workdir={run.folder} {arguments}"
+    say(f"""next{generate}
     {_python()} -m cubit_jax.evaluate --workdir={run.folder}
     to compare, this command again with --config=configs/{other}.py and its size, and another --workdir
     tensorboard --logdir={run.folder}   # pip install tensorboard""")
+
+
+def _sample(run, params, prompt):
+    """What the model makes of the prompt; None if it cannot generate."""
+    if not run.model.can_decode:
+        return None
+    options = {"max_new_tokens": _SAMPLE_TOKENS, "temperature": 0.7, "seed": run.config.seed}
+    return generate_text(run.model, params, run.tokenizer, [prompt], **options)[0]
 
 
 def _python():

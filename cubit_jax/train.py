@@ -54,7 +54,7 @@ def train(config: ConfigDict, folder: str) -> None:
     """
     with open_run(config, folder) as run, jax.set_mesh(run.mesh), StopRequest() as stop:
         num_steps = run.config.num_steps
-        checkpoints = Checkpoints(folder, run.config.keep_checkpoints)
+        checkpoints = Checkpoints(folder, run.config.keep_checkpoints, run.config.keep_best)
         try:
             state, shardings, data_state = run.initial_state(checkpoints)
             describe(run, state, resumed=data_state is not None)

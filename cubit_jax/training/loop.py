@@ -59,7 +59,7 @@ class Loop:
         self._progress = Progress(config.num_steps, step, show=self.show)
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         pending = None  # (step, its metrics, its diagnostics) on the device
-        evaluation, save = None, False
+        evaluation, evaluate, save = None, False, False  # the last evaluation, and whether it is of this step
         try:
             while step < config.num_steps and not self.stop.at(step):
                 batch = next(self.batches, None)
@@ -84,16 +84,17 @@ class Loop:
                     if evaluate:
                         with self._clock.paused():
                             evaluation = self.evaluate(state["params"])
+                        save = save or self.checkpoints.is_among_best(evaluation["eval/loss"])
                     self._write(step, numbers | (evaluation if evaluate else {}), always=evaluate or diagnose)
                     # After the numbers are written: a run that goes on from this step does not write them again.
                     # Not while updates are being left out: the checkpoints before the trouble are the ones to keep.
                     if save and not self._skipped_in_a_row:
-                        self.checkpoints.save(step, state, self.data_state())
+                        self.checkpoints.save(step, state, self.data_state(), evaluation if evaluate else None)
                         save = False
                 self.checkpoints.check()
             if pending is not None:
                 self._record(*pending)
-            self.checkpoints.save(step, state, self.data_state())
+            self.checkpoints.save(step, state, self.data_state(), evaluation if evaluate else None)
         finally:
             self._progress.close()
             self.trace.close()

@@ -16,6 +16,7 @@ from cubit_jax.inference.evaluation import heldout_loss
 from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.runtime import distributed
 from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.lock import lock
 from cubit_jax.training import config_check, workdir
 from cubit_jax.training import step as train_step
 from cubit_jax.training.checkpoint import Checkpoints, load_params
@@ -107,7 +108,7 @@ def open_run(config: ConfigDict, folder: str) -> Iterator[Run]:
     except ValueError as error:
         raise UserError(error) from error
     workdir.check_config(folder, config)
-    with workdir.lock(folder):
+    with lock(folder):
         workdir.check_config(folder, config)  # a trainer that has just left may have begun another run
         corpus, tokenizer = distributed.in_turn(lambda: _open_data(config, folder), "data")
         distributed.agree(corpus.fingerprint, "documents")

@@ -1,20 +1,18 @@
-"""The folder of a run: its config and what it learns from, and the refusal to mix two runs in one folder."""
+"""The JSON files of a run's folder (config, hashes of the data, note of a preemption) and the refusal to mix two runs."""
 
-import contextlib
-import datetime
-import fcntl
 import json
 import os
 import pathlib
-import socket
-import time
+from collections.abc import Callable
+from typing import Any
 
 from absl import logging
-from ml_collections import config_dict
+from ml_collections import ConfigDict
 
 from cubit_jax.runtime import distributed
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.runtime.files import write_atomically
+from cubit_jax.runtime.lock import now
 
 # What may differ when a run goes on: how fast it runs, what it costs and how often it reports, not what is learned.
 # num_steps may be raised to go on longer; the learning rate then follows the schedule of the new length. Where the data
@@ -26,6 +24,7 @@ MAY_CHANGE = (
     "eval_every",
     "checkpoint_every",
     "keep_checkpoints",
+    "keep_best",
     "diagnostics_every",
     "max_skipped_updates",
     "model.remat",
@@ -37,10 +36,15 @@ MAY_CHANGE = (
     "mesh",
     "profile",
 )
-_SEEN_WITHIN = 60  # seconds until a file that process 0 has written must be seen by all; network file systems cache
+
+# config.json and corpus.json are written before the first step, and depend on the command and the data alone.
+_ADVICE = (
+    "put a copy back, or start the same train command in another --workdir, which writes the same file anew, and copy "
+    "it from there"
+)
 
 
-def with_absolute_paths(config):
+def with_absolute_paths(config: ConfigDict) -> ConfigDict:
     """A copy of `config` whose paths do not depend on the current folder: the run may go on from another one."""
     config = config.copy_and_resolve_references()
     for part, names in ((config.data, ("path", "heldout_path", "tokenizer")), (config, ("init_from",))):
@@ -50,24 +54,24 @@ def with_absolute_paths(config):
     return config
 
 
-def read_config(workdir):
-    """The config of the run in `workdir`; UserError where there is none."""
+def read_config(workdir: str | pathlib.Path) -> ConfigDict:
+    """The config of the run in `workdir`; UserError where there is none, or it cannot be read."""
     config = _read(_path(workdir))
     if config is None and has_begun(workdir):
-        raise UserError(f"{workdir} has checkpoints but no config.json: put it back, or use another workdir")
+        raise UserError(f"{workdir} has checkpoints but no config.json: {_ADVICE}")
     if config is None:
         raise UserError(f"no run in {workdir}: config.json is missing; python -m cubit_jax.train makes one")
     if not all(isinstance(config.get(name), dict) for name in ("model", "data", "mesh")):
-        raise UserError(f"{_path(workdir)} is not the config of a run: it has no model, data or mesh")
-    return config_dict.ConfigDict(config)
+        raise UserError(f"{_path(workdir)} is not the config of a run: it has no model, data or mesh; {_ADVICE}")
+    return ConfigDict(config)
 
 
-def has_begun(workdir):
-    """Whether the run in `workdir` has a checkpoint; what was left by a start that had none yet is not kept."""
+def has_begun(workdir: str | pathlib.Path) -> bool:
+    """Whether the run in `workdir` has a checkpoint, complete or not. A start before the first one may be replaced."""
     return any(path.name.isdecimal() for path in pathlib.Path(workdir, "checkpoints").glob("*"))
 
 
-def check_config(workdir, config):
+def check_config(workdir: str | pathlib.Path, config: ConfigDict) -> None:
     """Raises UserError, listing the fields that differ, if `workdir` holds a run of another config, or a broken one.
 
     Fields in MAY_CHANGE may differ. Writes nothing.
@@ -75,10 +79,7 @@ def check_config(workdir, config):
     if not has_begun(workdir):
         return
     if read_corpus(workdir) is None:
-        raise UserError(
-            f"{workdir} has checkpoints but no corpus.json, which says what they learned from: put it "
-            "back, or use a new workdir"
-        )
+        raise UserError(f"{workdir} has checkpoints but no corpus.json, which says what they learned from: {_ADVICE}")
     if fields := _differences(_flatten(read_config(workdir)), _flatten(config), _may_change):
         raise UserError(
             f"{workdir} holds a run of another config; these fields differ: {fields}; "
@@ -86,76 +87,19 @@ def check_config(workdir, config):
         )
 
 
-def check_processes(config):
+def check_processes(config: ConfigDict) -> None:
     """Raises UserError, listing the fields that differ, if this process was given another config than process 0."""
     first = json.loads(distributed.from_first(config.to_json(), "config"))
     if fields := _differences(_flatten(first), _flatten(config)):
         raise UserError(f"the processes were given different configs; process 0 there: {fields}")
 
 
-@contextlib.contextmanager
-def lock(workdir):
-    """Keeps other trainers out of the folder, which is made, for as long as this one lives, however it ends.
-
-    Process 0 of a run holds the lock, the others look whether they see it.
-
-    Raises:
-      UserError: another trainer is at work there; the processes of this run do not share the folder; it cannot be made.
-    """
-    path, note = pathlib.Path(workdir, "lock"), f"process {os.getpid()} on {socket.gethostname()}, {_now()}"
-    if distributed.process_index():
-        _await(path, distributed.from_first(note, "lock"))
-        yield
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")  # noqa: SIM115 (open for as long as the lock is held)
-    except OSError as error:
-        raise UserError(
-            f"cannot use --workdir={workdir}: {error.strerror}; give a folder that can be written"
-        ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(
-                f"another trainer is at work in {workdir} ({file.read().strip() or 'it has just begun'}); "
-                "stop it or use another --workdir"
-            ) from None
-        except OSError as error:
-            logging.warning("two trainers at once would go unnoticed: %s cannot be locked (%s)", path, error.strerror)
-        try:
-            file.truncate(0)
-            file.write(note)
-            file.flush()
-        except OSError as error:
-            file.truncate(0)  # what could not be written is not tried again when the file is closed
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
-        distributed.from_first(note, "lock")
-        try:
-            yield
-        finally:
-            file.truncate(0)
-
-
-def _await(path, content):
-    deadline = time.monotonic() + _SEEN_WITHIN
-    while not path.exists() or path.read_text() != content:
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"process {distributed.process_index()} does not see in {path.parent} what process 0 has "
-                "written there: the workdir must be on a file system that all hosts share"
-            )
-        time.sleep(0.1)
-
-
-def mark_preempted(workdir, step, signal):
+def mark_preempted(workdir: str | pathlib.Path, step: int, signal: str) -> None:
     """Leaves workdir/preempted.json, which says that the run was stopped by a signal and saved at `step`."""
-    _write(pathlib.Path(workdir, "preempted.json"), {"step": step, "signal": signal, "time": _now()})
+    _write(pathlib.Path(workdir, "preempted.json"), {"step": step, "signal": signal, "time": now()})
 
 
-def read_preempted(workdir):
+def read_preempted(workdir: str | pathlib.Path) -> dict[str, Any] | None:
     """{"step", "signal", "time"} of the last stop by a signal; None if there was none since the last start."""
     try:
         return _read(pathlib.Path(workdir, "preempted.json"))
@@ -164,16 +108,12 @@ def read_preempted(workdir):
         return None
 
 
-def clear_preempted(workdir):
+def clear_preempted(workdir: str | pathlib.Path) -> None:
     """Removes workdir/preempted.json, if it is there."""
     pathlib.Path(workdir, "preempted.json").unlink(missing_ok=True)
 
 
-def _now():
-    return datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-
-
-def _differences(there, here, leave_out=lambda name: False):
+def _differences(there: dict, here: dict, leave_out: Callable[[str], bool] = lambda name: False) -> str:
     return ", ".join(
         f"{name} ({there.get(name)!r} there, {here.get(name)!r} here)"
         for name in sorted(there.keys() | here.keys())
@@ -181,17 +121,17 @@ def _differences(there, here, leave_out=lambda name: False):
     )
 
 
-def write_config(workdir, config):
+def write_config(workdir: str | pathlib.Path, config: ConfigDict) -> None:
     """Writes workdir/config.json, whole or not at all; makes the folder."""
     _write(_path(workdir), json.loads(config.to_json()))
 
 
-def read_corpus(workdir):
+def read_corpus(workdir: str | pathlib.Path) -> dict[str, Any] | None:
     """{"documents", "tokenizer"}: hashes of what the run in `workdir` learns from; None before its first start."""
     return _read(pathlib.Path(workdir, "corpus.json"))
 
 
-def check_corpus(workdir, corpus):
+def check_corpus(workdir: str | pathlib.Path, corpus: dict[str, str]) -> None:
     """Raises UserError if the run in `workdir` began with other documents or another tokenizer. Writes nothing.
 
     Args:
@@ -207,7 +147,7 @@ def check_corpus(workdir, corpus):
             )
 
 
-def write_corpus(workdir, corpus):
+def write_corpus(workdir: str | pathlib.Path, corpus: dict[str, str]) -> None:
     """Writes workdir/corpus.json, whole or not at all; makes the folder. Argument as of `check_corpus`."""
     _write(pathlib.Path(workdir, "corpus.json"), corpus)
 
@@ -215,13 +155,15 @@ def write_corpus(workdir, corpus):
 def _read(path):
     """The object that a JSON file holds; None where there is no file."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"cannot read {path}: {error}; {_ADVICE}") from error
     if not isinstance(value, dict):
-        raise UserError(f"cannot read {path}: expected a JSON object, found {json.dumps(value)[:40]}")
+        raise UserError(f"cannot read {path}: expected a JSON object, found {json.dumps(value)[:40]}; {_ADVICE}")
     return value
 
 

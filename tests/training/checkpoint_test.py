@@ -184,7 +184,9 @@ def test_save_into_a_folder_that_is_gone_or_no_folder_fails_at_once(config, tmp_
     checkpoints.wait()
     shutil.rmtree(workdir / "checkpoints")
     (workdir / "checkpoints").write_text("in the way")
-    with pytest.raises(SaveError, match=r"cannot write a checkpoint to .*run/checkpoints: .*xists.*; no checkpoint"):
+    with pytest.raises(
+        SaveError, match=r"cannot write a checkpoint to .*run/checkpoints: .*xists.*; there is no earlier"
+    ):
         checkpoints.save(2, make_state(config, 2), b"{}")
     shutil.rmtree(workdir)
     with pytest.raises(SaveError, match="No such file or directory"):
@@ -217,39 +219,6 @@ def test_missing_checkpoints_are_one_line(config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot use"):
         Checkpoints(tmp_path / "file")
-
-
-@pytest.mark.parametrize("damage", ["empty", "truncated metadata", "no arrays", "no metadata"])
-def test_damaged_checkpoint_is_one_line(config, tmp_path, damage):
-    checkpoints = Checkpoints(tmp_path)
-    state = make_state(config, 1)
-    checkpoints.save(1, state, b"{}")
-    checkpoints.close()
-    folder = tmp_path / "checkpoints/1"
-    if damage == "empty":
-        shutil.rmtree(folder)
-        folder.mkdir()
-    elif damage == "truncated metadata":
-        (folder / "params/_METADATA").write_text('{"tree')
-    elif damage == "no arrays":
-        shutil.rmtree(folder / "params/d")
-    else:
-        (folder / "params/_METADATA").unlink()
-    for read in (lambda: Checkpoints(tmp_path).restore(state), lambda: load_params(tmp_path, make_model(config))):
-        with pytest.raises(UserError, match=r"cannot read checkpoint .*remove that folder"):
-            read()
-
-
-def test_part_of_a_checkpoint_that_a_killed_process_left_is_not_taken(config, tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, make_state(config, 1), b"{}")
-    checkpoints.close()
-    shutil.copytree(tmp_path / "checkpoints/1", tmp_path / "checkpoints/2.orbax-checkpoint-tmp")
-    checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.latest_step == 1
-    checkpoints.save(2, make_state(config, 2), b"{}")
-    checkpoints.close()
-    assert steps_on_disk(tmp_path) == [1, 2]
 
 
 def test_bfloat16_checkpoint_is_not_taken_for_float32():

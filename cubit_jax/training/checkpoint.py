@@ -7,6 +7,7 @@ this name when all files are written and were read back. Only then are older che
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -61,6 +62,11 @@ class Checkpoints:
             _handler(), async_options=ocp.options.AsyncOptions(post_finalization_callback=self._verify)
         )
         self._broken = False
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, oldest first."""
+        return sorted(self._losses)
 
     def save(self, step: int, state: Any, data_state: bytes, metrics: dict[str, float] | None = None) -> None:
         """Starts to save; returns when the arrays are copied, before they are on disk. A step is saved once.
@@ -127,6 +133,8 @@ class Checkpoints:
 
     def is_among_best(self, loss: float) -> bool:
         """Whether a checkpoint with this held-out loss would be kept for it."""
+        if not math.isfinite(loss):
+            return False
         better = [step for step in steps.rank(self._losses) if self._losses[step] < loss]
         return len(better) < self._keep_best
 

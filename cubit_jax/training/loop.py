@@ -114,6 +114,7 @@ class Loop:
         limit = self.config.max_skipped_updates
         self._skipped_in_a_row = int(numbers["skipped_in_a_row"])
         if self._skipped_in_a_row >= limit:
+            self.checkpoints.wait()
             last = self.checkpoints.latest_step
             raise UserError(
                 f"stopped at step {step}: the loss or its gradient was not finite in {limit} updates in a row "

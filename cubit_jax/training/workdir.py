@@ -1,4 +1,4 @@
-"""The JSON files of a run's folder (config, hashes of the data, note of a preemption) and the refusal to mix two runs."""
+"""The JSON files of a run's folder (config, hashes of the data, note of a stop) and the refusal to mix two runs."""
 
 import json
 import os

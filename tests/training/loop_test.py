@@ -12,6 +12,7 @@ from cubit_jax.runtime.errors import UserError
 from cubit_jax.runtime.profiler import Trace
 from cubit_jax.training import metrics
 from cubit_jax.training.checkpoint import Checkpoints, SaveError
+from cubit_jax.training.checkpoint_steps import choose_step
 from cubit_jax.training.loop import Loop, flatten_diagnostics
 
 
@@ -30,7 +31,7 @@ class Batches:
 
 def make_loop(config, folder, *, batches=None, bad=(), **changes):
     """A loop whose parameter is the sum of the batches seen; the steps in `bad` count as skipped."""
-    checkpoints = Checkpoints(folder, config.keep_checkpoints)
+    checkpoints = Checkpoints(folder, config.keep_checkpoints, config.keep_best)
     batches = batches or Batches()
     stop = types.SimpleNamespace(name=None, at=lambda step: stop.name)
 
@@ -101,7 +102,7 @@ def test_last_step_is_saved_on_and_off_the_interval(config, tmp_path, num_steps,
     state, evaluation, clock = loop.run(initial())
     total = num_steps * (num_steps + 1) / 2
     assert restored(tmp_path) == (num_steps, total, num_steps)
-    assert list(loop.checkpoints._manager.all_steps()) == saved
+    assert loop.checkpoints.steps == saved
     assert evaluation == {"eval/loss": total} and float(state["params"]["sum"]) == total
     assert (clock.steps, clock.tokens) == (num_steps, 10 * num_steps)
 
@@ -169,7 +170,16 @@ def test_save_that_falls_on_a_skipped_update_is_made_up_for(config, tmp_path):
     config.update(num_steps=7, checkpoint_every=4)
     loop = make_loop(config, tmp_path, bad=(4,))
     loop.run(initial())
-    assert list(loop.checkpoints._manager.all_steps()) == [5, 7]
+    assert loop.checkpoints.steps == [5, 7]
+
+
+def test_an_evaluation_among_the_best_is_saved_and_kept(config, tmp_path):
+    config.update(num_steps=8, checkpoint_every=7, eval_every=1, keep_checkpoints=1, keep_best=2)
+    losses = iter([5.0, 4.0, 1.0, 6.0, 2.0, 3.0, 9.0, 8.0])
+    loop = make_loop(config, tmp_path, evaluate=lambda params: {"eval/loss": next(losses)})
+    loop.run(initial())
+    assert loop.checkpoints.steps == [3, 5, 8]
+    assert (choose_step(tmp_path, "best"), choose_step(tmp_path)) == (3, 8)
 
 
 def test_folder_lost_while_training_ends_the_run_at_the_next_save(config, tmp_path):  # H22

@@ -89,7 +89,7 @@ def test_other_text_is_evaluated(run, tmp_path):
 
 
 def test_other_number_of_recursions(run, tmp_path):
-    with pytest.raises(UserError, match=r"num_recursions is an option of cem, which this model of cubit, gated"):
+    with pytest.raises(UserError, match=r"num_recursions=2: no layer of this model \(cubit, gated\) has this option"):
         evaluate.evaluate(run[0], num_recursions=2)
     config = base.get_config("tiny")
     config.model.mixers = ("cem",)

@@ -22,7 +22,7 @@ from typing import Any
 from absl import flags, logging
 from tqdm import tqdm
 
-from cubit_jax.data import encode_documents, open_corpus, open_tokenizer
+from cubit_jax.data import check_restored, encode_documents, open_corpus, open_tokenizer
 from cubit_jax.data.sources import digest
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
@@ -130,11 +130,12 @@ def _write(work, data, vocab_size):
         "end_id": tokenizer.end_id,
         "dtype": dtype,
         "corpus": corpus.fingerprint,
-        "tokenizer": digest((work / "tokenizer.json").read_text()),
+        "tokenizer": digest((work / "tokenizer.json").read_text(encoding="utf-8")),
+        "restored": check_restored(corpus, tokenizer).restored,
     }
     for name, documents in (("train", corpus.train), ("heldout", corpus.heldout)):
         metadata[name] = _write_stream(work / f"{name}.bin", documents, tokenizer, dtype, name)
-    (work / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    (work / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(work / "unpacked", ignore_errors=True)
     return metadata
 

@@ -61,6 +61,7 @@ def train(config: ConfigDict, folder: str) -> None:
             if jax.process_index() == 0:
                 workdir.write_config(folder, run.config)
                 workdir.write_corpus(folder, {"documents": run.corpus.fingerprint, "tokenizer": run.tokenizer.digest})
+                run.tokenizer.save(pathlib.Path(folder, "tokenizer.json"))  # its own copy: the run may be moved
                 workdir.clear_preempted(folder)
             evaluation = clock = None
             if int(state["step"]) < num_steps:

@@ -20,7 +20,7 @@ from cubit_jax.model import LanguageModel
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.runtime.files import write_atomically
-from cubit_jax.training.trained import Trained, load_run
+from cubit_jax.training.trained import Trained, load_trained
 from experiments.support import plots
 from experiments.support.options import integers, output_files
 from experiments.support.timing import environment
@@ -45,7 +45,7 @@ def measure(folder: str, recursions: list[int], energy_rows: int) -> tuple[dict[
     Raises:
       UserError: no run there, or one whose layers have no recursion; nothing is printed before.
     """
-    run = load_run(folder)
+    run = load_trained(folder)
     model = run.model.config
     if "cem" not in (*model.mixers, model.mlp):
         raise UserError(
@@ -61,6 +61,7 @@ def measure(folder: str, recursions: list[int], energy_rows: int) -> tuple[dict[
     for steps in recursions:
         evaluation, checkpoint = evaluate.evaluate(folder, steps)
         before, after = mean_energies(run, steps, batch)
+        bits = "-" if evaluation.bits_per_byte is None else f"{evaluation.bits_per_byte:.4f}"
         results[steps] = {
             "loss": evaluation.loss,
             "bits_per_byte": evaluation.bits_per_byte,
@@ -68,7 +69,7 @@ def measure(folder: str, recursions: list[int], energy_rows: int) -> tuple[dict[
             "energy_after": after,
         }
         print(
-            f"{steps:>3} {evaluation.loss:8.4f} {evaluation.bits_per_byte:10.4f} {before:14.4f} {after:13.4f}",
+            f"{steps:>3} {evaluation.loss:8.4f} {bits:>10} {before:14.4f} {after:13.4f}",
             flush=True,
         )
     return results, checkpoint, model.options.get("num_recursions", 1)

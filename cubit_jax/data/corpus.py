@@ -1,6 +1,7 @@
 """Opening the corpus of a run: the documents that a config names, checked, and split into training and held-out."""
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,10 @@ from absl import logging
 from cubit_jax.data import sources
 from cubit_jax.data.prepared import open_prepared
 from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.globs import identity
 
 _SOURCES = ("stdlib", "files", "tfds", "prepared")
+_FEW_BYTES = 1000  # of held-out text, below which a note is due
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +25,9 @@ class Corpus:
     Attributes:
       train, heldout: random-access documents (`len`, `[i] -> str`). Of prepared data: token streams, [n] unsigned int.
       fingerprint: hash of the content and of the split. Equal fingerprints mean equal documents.
-      heldout_bytes: bytes of UTF-8 in `heldout`, the denominator of bits per byte.
+      heldout_bytes: bytes of UTF-8 in `heldout`.
       tokenizer_path: the tokenizer of prepared data, else None.
+      restored: whether the tokenizer gives the text back exactly (`check_restored`).
     """
 
     train: Sequence[str] | np.ndarray
@@ -31,6 +35,12 @@ class Corpus:
     fingerprint: str
     heldout_bytes: int
     tokenizer_path: pathlib.Path | None = None
+    restored: bool = True
+
+    @property
+    def scored_bytes(self) -> int | None:
+        """The denominator of bits per byte; None if they would be too low because the tokenizer loses text."""
+        return self.heldout_bytes if self.restored else None
 
 
 def open_corpus(data: Any, workdir: str | pathlib.Path) -> Corpus:
@@ -73,7 +83,12 @@ def open_corpus(data: Any, workdir: str | pathlib.Path) -> Corpus:
             f"the held-out part is empty: no text in {data.heldout_path or data.path}"
             + ("" if data.heldout_path else " that can be held out; give some with heldout_path")
         )
-    logging.info("%d training documents; held out: %d, %d bytes", len(train), len(heldout), heldout_bytes)
+    logging.info(
+        "%s; held out: %s, %s",
+        sources.counted(len(train), "training document"),
+        sources.counted(len(heldout), "document"),
+        sources.counted(heldout_bytes, "byte"),
+    )
     return Corpus(train, heldout, sources.digest([fingerprint, split]), heldout_bytes)
 
 
@@ -94,6 +109,22 @@ def open_text(pattern: str, field: str, workdir: str | pathlib.Path) -> Corpus:
     return Corpus([], documents, fingerprint, size)
 
 
+def size_notes(corpus: Corpus, train_tokens: int, seq_len: int) -> list[str]:
+    """Lines for the user about a corpus that is too small for its numbers to mean much."""
+    notes = []
+    if train_tokens < seq_len:
+        notes.append(
+            f"the training part has {sources.counted(train_tokens, 'token')}, less than a row of {seq_len}: every row "
+            "repeats all of it; give more text, or lower seq_len"
+        )
+    if corpus.heldout_bytes < _FEW_BYTES:
+        notes.append(
+            f"the held-out part has {sources.counted(corpus.heldout_bytes, 'byte')}: its loss means little; raise "
+            "data.heldout_fraction or give data.heldout_path"
+        )
+    return notes
+
+
 def _open_documents(data, unpacked):
     """-> (train, held-out or None, fingerprint)."""
     if data.source == "stdlib":
@@ -105,12 +136,15 @@ def _open_documents(data, unpacked):
         train, heldout, fingerprint = sources.open_tfds(data.path, data.text_field)
         if data.heldout_path:
             other, own_heldout, other_fingerprint = sources.open_tfds(data.heldout_path, data.text_field)
+            if not own_heldout and os.path.samefile(*map(os.path.expanduser, (data.path, data.heldout_path))):
+                raise UserError(f"{data.heldout_path} is data.path too, and has no validation or test split")
             return train, own_heldout or other, fingerprint + other_fingerprint
         return train, heldout, fingerprint
     train, fingerprint = sources.open_files(data.path, data.text_field, unpacked)
     if not data.heldout_path:
         return train, None, fingerprint
     heldout, other_fingerprint = sources.open_files(data.heldout_path, data.text_field, unpacked)
-    if both := set(train.paths) & set(heldout.paths):
-        raise UserError(f"{min(both)} is matched by data.path and by data.heldout_path")
+    trained = {identity(path) for path in train.files}
+    if both := [path for path in heldout.files if identity(path) in trained]:
+        raise UserError(f"{both[0]} is matched by data.path and by data.heldout_path, as it is or by a link")
     return train, heldout, fingerprint + other_fingerprint

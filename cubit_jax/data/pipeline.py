@@ -6,6 +6,7 @@ import numpy as np
 
 from cubit_jax.data.document_batches import DocumentBatches
 from cubit_jax.data.read_ahead import Prefetch
+from cubit_jax.data.sources import FileDocuments
 from cubit_jax.data.stream_batches import HeldoutBatches, PreparedBatches
 from cubit_jax.data.tokenizer import Tokenizer
 
@@ -86,6 +87,22 @@ def token_stream(documents: Sequence[str] | np.ndarray, tokenizer: Tokenizer) ->
     if isinstance(documents, np.ndarray):
         return documents
     return np.concatenate([*encode_documents(documents, tokenizer), [tokenizer.end_id]]).astype(np.int32)
+
+
+def estimate_tokens(documents: Sequence[str] | np.ndarray, tokenizer: Tokenizer) -> int:
+    """About how many tokens an epoch has: exact of prepared data and of a small corpus, else from a random sample."""
+    if isinstance(documents, np.ndarray):
+        return len(documents)
+    tokens = size = count = 0
+    for index in np.random.default_rng(0).permutation(len(documents)):
+        text = documents[index]
+        tokens += 1 + len(tokenizer.encode(text[:_ENCODE_TEXT])) * max(len(text), 1) // max(len(text[:_ENCODE_TEXT]), 1)
+        size, count = size + len(text.encode()), count + 1
+        if size >= _ENCODE_TEXT:
+            break
+    # Tokens follow the bytes of documents more closely than their number; a TFDS directory does not tell bytes.
+    share = size / documents.length.sum() if isinstance(documents, FileDocuments) else count / len(documents)
+    return tokens if count == len(documents) else round(tokens / share)
 
 
 def encode_documents(documents: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -18,6 +18,7 @@ class Prepared(NamedTuple):
     fingerprint: str
     heldout_bytes: int
     tokenizer_path: pathlib.Path
+    restored: bool
 
 
 def open_prepared(folder: str) -> Prepared:
@@ -41,6 +42,7 @@ def open_prepared(folder: str) -> Prepared:
             fingerprint=fingerprint,
             heldout_bytes=metadata["heldout"]["bytes"],
             tokenizer_path=tokenizer_path,
+            restored=metadata.get("restored", True),  # data prepared by earlier versions do not say
         )
     except FileNotFoundError as error:
         raise UserError(

@@ -6,7 +6,6 @@ UserError that names the file and the place.
 
 import dataclasses
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from absl import logging
 
 from cubit_jax.data import text_files
 from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.globs import find_files
 
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _TFDS_HELDOUT = ("validation", "valid", "test")
@@ -30,14 +30,16 @@ class FileDocuments:
     """Documents as byte ranges of files: random access (`len`, `[i] -> str`), picklable, holds no text.
 
     Attributes:
-      paths: files to read from.
-      names: their names relative to the corpus, which do not change when the corpus is moved.
-      file: [n] int32, index into `paths` and `names`.
+      files: the corpus's files.
+      paths: where to read their text: the files themselves, or unpacked text.
+      names: their names relative to the corpus, which change neither when it is moved nor with the locale.
+      file: [n] int32, index into these three.
       start, length: [n] int64, in bytes.
       number: [n] int64, line or row from 1; 0: the whole file.
       field: the text field of JSON lines.
     """
 
+    files: tuple[str, ...]
     paths: tuple[str, ...]
     names: tuple[str, ...]
     file: np.ndarray
@@ -60,10 +62,10 @@ class FileDocuments:
         try:
             if len(content) != self.length[index]:
                 raise ValueError
-            text = json.loads(content)[self.field] if path.endswith(".jsonl") else content.decode("utf-8")
-            text.encode()  # fails for what is no string, and for half of a character
-            return text
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if path.endswith(".jsonl"):
+                return text_files.json_text(content, path, self.field)
+            return content.decode("utf-8")
+        except (ValueError, UserError) as error:
             raise UserError(f"{path} has changed since this program began to read it") from error
 
     def name(self, index: int) -> str:
@@ -146,7 +148,7 @@ def open_stdlib() -> tuple[FileDocuments, str]:
         subdirectories[:] = [name for name in subdirectories if name not in _NOT_STDLIB]
         paths = [pathlib.Path(directory, name) for name in files if name.endswith(".py")]
         names += [path.relative_to(root).as_posix() for path in paths if path.is_file() and _is_utf8(path)]
-    names.sort()
+    names.sort(key=os.fsencode)
     if not names:
         raise UserError(f"no source of the Python standard library in {root}: give text files with data.source=files")
     return _index([str(root / name) for name in names], names, field="", spool=None)
@@ -160,19 +162,14 @@ def open_files(pattern: str, field: str, spool: str | pathlib.Path) -> tuple[Fil
       field: name of the text field or column of records.
       spool: directory for the text of files that cannot be read at random places.
     """
-    pattern = os.path.expanduser(pattern)
-    if os.path.isfile(pattern):
-        paths = [pattern]
-    else:
-        paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
-    if not paths:
+    found = find_files(pattern)
+    if not found.paths:
         hint = f": it is a directory; give '{pattern.rstrip('/')}/**/*.txt'" if os.path.isdir(pattern) else ""
         raise UserError(f"no file matches {pattern!r}{hint}")
-    root = pathlib.Path(pattern).parent  # the directory in front of the first wildcard
-    while glob.has_magic(str(root)) and not root.is_dir():
-        root = root.parent
-    names = [pathlib.Path(path).relative_to(root).as_posix() for path in paths]
-    return _index([os.path.abspath(path) for path in paths], names, field, spool)
+    if found.links:
+        logging.info("note: %s: %d links lead to what is there already; each file is read once", pattern, found.links)
+    names = [pathlib.Path(path).relative_to(found.root).as_posix() for path in found.paths]
+    return _index([os.path.abspath(path) for path in found.paths], names, field, spool)
 
 
 def open_tfds(directory: str, field: str) -> tuple[TfdsDocuments, TfdsDocuments | None, str]:
@@ -227,6 +224,11 @@ def split_documents(documents: Documents, fraction: float) -> tuple[Documents, D
     return documents.subset(~held_out), documents.subset(held_out)
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and its noun, in the plural where it is not 1."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def digest(value: Any) -> str:
     """Hexadecimal hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
@@ -249,9 +251,12 @@ def _is_utf8(path):
 
 
 def _index(paths, names, field, spool):
+    # The bytes of a name are UTF-8 in whatever locale it was read.
+    names = [os.fsencode(name).decode("utf-8", "surrogateescape") for name in names]
     indexed = [text_files.index_file(path, field, spool) for path in paths]
     file = np.repeat(np.arange(len(paths), dtype=np.int32), [len(places) for _, places, _ in indexed])
     start, length, number = np.concatenate([places for _, places, _ in indexed]).T
-    source = FileDocuments(tuple(path for path, _, _ in indexed), tuple(names), file, start, length, number, field)
-    logging.info("%d documents in %d files", len(source), len(paths))
+    texts = tuple(path for path, _, _ in indexed)
+    source = FileDocuments(tuple(paths), texts, tuple(names), file, start, length, number, field)
+    logging.info("%s in %s", counted(len(source), "document"), counted(len(paths), "file"))
     return source, digest([field, names, [content for _, _, content in indexed]])

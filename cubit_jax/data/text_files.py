@@ -21,6 +21,16 @@ from absl import logging
 
 from cubit_jax.runtime.errors import UserError
 
+# Python refuses to convert integers of more than 4,300 digits. What follows a number's first digits is never used.
+_JSON = json.JSONDecoder(parse_int=lambda digits: int(digits[:40]))
+_TEXT_TYPES = (
+    pyarrow.types.is_string,
+    pyarrow.types.is_large_string,
+    pyarrow.types.is_string_view,
+    pyarrow.types.is_binary,
+    pyarrow.types.is_large_binary,
+    pyarrow.types.is_binary_view,
+)
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 
 
@@ -82,13 +92,14 @@ def _json_lines(file, path, field, digest):
     for number, line in enumerate(file, 1):
         digest.update(line)
         if line.strip():
-            yield number, start, len(line), _json_text(line, f"{path} line {number}", field)
+            yield number, start, len(line), json_text(line, f"{path} line {number}", field)
         start += len(line)
 
 
-def _json_text(line, place, field):
+def json_text(line: bytes, place: str, field: str) -> str:
+    """The text in a line of JSON; UserError naming `place` if there is none."""
     try:
-        record = json.loads(decode(line, place))
+        record = _JSON.decode(decode(line, place))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not valid JSON: {error}") from error
     if not isinstance(record, dict):
@@ -123,16 +134,10 @@ def _parquet_texts(path, field, digest):
                 raise UserError(
                     f"{path}: no column {field!r}; its columns are {', '.join(map(repr, schema.names))}: set text_field"
                 )
+            if schema.names.count(field) > 1:
+                raise UserError(f"{path}: {schema.names.count(field)} columns are called {field!r}: rename all but one")
             kind = schema.field(field).type
-            if not any(
-                test(kind)
-                for test in (
-                    pyarrow.types.is_string,
-                    pyarrow.types.is_large_string,
-                    pyarrow.types.is_binary,
-                    pyarrow.types.is_large_binary,
-                )
-            ):
+            if not any(test(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) for test in _TEXT_TYPES):
                 raise UserError(f"{path}: column {field!r} holds {kind}, expected strings")
             number = 0
             for batch in file.iter_batches(batch_size=1024, columns=[field]):

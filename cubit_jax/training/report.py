@@ -42,6 +42,8 @@ def describe(run: Run, state: dict[str, Any], resumed: bool) -> None:
         f"training    {config.num_steps:,} steps of {config.batch_size} x {config.seq_len} = {tokens:,} tokens, "
         f"{config.num_steps * tokens:,} in all"
     )
+    for note in data.size_notes(corpus, data.estimate_tokens(corpus.train, run.tokenizer), config.seq_len):
+        say(f"note        {note}")
     if config.optimizer.warmup_steps >= config.num_steps:
         say(
             f"note        warm-up ({config.optimizer.warmup_steps} steps) is as long as the run: the learning rate "
@@ -77,10 +79,10 @@ def report(run: Run, state: dict[str, Any], evaluation: dict[str, float] | None,
     )
     speed = "" if clock is None else f", {clock.tokens / max(clock.seconds, 1e-9):,.0f} tokens/s"
     say(f"\ndone        {step:,} steps, {step * config.batch_size * config.seq_len:,} tokens{speed}")
-    say(
-        f"held-out    loss {evaluation['eval/loss']:.4f}, bits per byte {evaluation['eval/bits_per_byte']:.4f} "
-        f"(a bigram model of the same tokens: {bigram:.4f})"
-    )
+    bits = "no bits per byte: the tokenizer does not give the text back exactly"
+    if run.corpus.restored:
+        bits = f"bits per byte {evaluation['eval/bits_per_byte']:.4f} (a bigram model of the same tokens: {bigram:.4f})"
+    say(f"held-out    loss {evaluation['eval/loss']:.4f}, {bits}")
     other = "cubit" if set(run.model_config.mixers) == {"attention"} else "transformer"
     if sample is None:
         say("sample      none: a mixer of this model keeps no cache to decode with")

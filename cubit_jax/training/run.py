@@ -20,6 +20,7 @@ from cubit_jax.runtime.lock import lock
 from cubit_jax.training import config_check, workdir
 from cubit_jax.training import step as train_step
 from cubit_jax.training.checkpoint import Checkpoints, load_params
+from cubit_jax.training.trained import open_own_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +88,10 @@ class Run:
         )
 
     def evaluate(self, params: Any) -> dict[str, float]:
-        """{"eval/loss" in nats a token, "eval/bits_per_byte"} of the whole held-out part."""
-        result = heldout_loss(self.model, params, map(self.put, self._heldout_batches), self.corpus.heldout_bytes)
-        return {"eval/loss": result.loss, "eval/bits_per_byte": result.bits_per_byte}
+        """{"eval/loss" in nats per token, "eval/bits_per_byte" if the tokenizer loses no text} of the held-out part."""
+        result = heldout_loss(self.model, params, map(self.put, self._heldout_batches), self.corpus.scored_bytes)
+        bits = {} if result.bits_per_byte is None else {"eval/bits_per_byte": result.bits_per_byte}
+        return {"eval/loss": result.loss} | bits
 
 
 @contextlib.contextmanager
@@ -119,8 +121,10 @@ def open_run(config: ConfigDict, folder: str) -> Iterator[Run]:
 def _open_data(config, folder):
     corpus = data.open_corpus(config.data, folder)
     workdir.check_corpus(folder, {"documents": corpus.fingerprint})
+    begun = workdir.has_begun(folder)
+    inherited = open_own_tokenizer(config.init_from) if config.init_from and not begun else None
     tokenizer = data.open_tokenizer(
-        config.data, corpus, folder, config.model.vocab_size, reuse=workdir.has_begun(folder)
+        config.data, corpus, folder, config.model.vocab_size, reuse=begun, inherited=inherited
     )
     workdir.check_corpus(folder, {"tokenizer": tokenizer.digest})
-    return corpus, tokenizer
+    return data.check_restored(corpus, tokenizer), tokenizer

@@ -1,19 +1,26 @@
 """Corpora and tokenizers as a config names them, prepared data included; each mistake is one line."""
 
 import ast
+import dataclasses
 import json
 import pathlib
 import types
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
 from cubit_jax.data import (
+    check_restored,
     encode_documents,
+    estimate_tokens,
     heldout_batches,
     open_corpus,
+    open_text,
     open_tokenizer,
     pipeline,
+    size_notes,
     token_stream,
     train_batches,
 )
@@ -200,3 +207,89 @@ def test_data_never_imports_jax():  # a worker process imports this room
             for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
         ]
         assert not [name for name in modules if name and name.split(".")[0] in ("jax", "flax", "orbax")], path
+
+
+def test_a_link_does_not_hide_that_held_out_text_is_trained_on(tmp_path, texts):
+    (tmp_path / "heldout.txt").symlink_to(texts.parent / "3.txt")
+    (tmp_path / "folder").symlink_to(texts.parent)
+    for path in (tmp_path / "heldout.txt", tmp_path / "folder" / "4.txt"):
+        given = _data(path=str(texts), heldout_path=str(path))
+        assert f"{path} is matched by data.path and by data.heldout_path" in _error(open_corpus, given, tmp_path)
+
+
+def test_literal_paths_of_every_flag(tmp_path):
+    folder = tmp_path / "runs[1]"
+    for name in ("train", "heldout"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "a.txt").write_text(f"{name} text\n" * 9)
+    given = _data(path=f"{folder}/train/*.txt", heldout_path=f"{folder}/heldout/*.txt")
+    assert "heldout" in _all(open_corpus(given, tmp_path).heldout)[0]
+    assert "heldout" in _all(open_text(f"{folder}/heldout/*.txt", "text", tmp_path).heldout)[0]
+    prepare(tmp_path / "out", path=f"{folder}/train/*.txt", heldout_path=f"{folder}/heldout/*.txt", vocab_size=257)
+
+
+def test_a_run_from_another_ones_parameters_takes_its_tokenizer(tmp_path, texts):
+    corpus = open_corpus(_data(path=str(texts)), tmp_path)
+    inherited = train_tokenizer(["quite other words " * 9], 290)
+    tokenizer = open_tokenizer(_data(), corpus, tmp_path / "new", 300, inherited=inherited)
+    assert tokenizer.digest == inherited.digest != open_tokenizer(_data(), corpus, tmp_path / "own", 300).digest
+    inherited.save(tmp_path / "same.json")
+    same = _data(tokenizer=str(tmp_path / "same.json"))
+    assert open_tokenizer(same, corpus, tmp_path / "b", 300, inherited=inherited).digest == inherited.digest
+    other = _data(tokenizer=str(tmp_path / "own" / "tokenizer.json"))
+    message = _error(open_tokenizer, other, corpus, tmp_path / "b", 300, inherited=inherited)
+    assert "is not that of the parameters in init_from" in message and "leave out data.tokenizer" in message
+    # Prepared data has its own.
+    prepare(tmp_path / "out", path=str(texts), vocab_size=300)
+    prepared = _data(source="prepared", path=str(tmp_path / "out"))
+    opened = open_corpus(prepared, tmp_path)
+    message = _error(open_tokenizer, prepared, opened, tmp_path / "b", 300, inherited=inherited)
+    assert "is not that of the parameters in init_from" in message and "prepare the data with that one" in message
+    prepare(tmp_path / "out2", path=str(texts), tokenizer=str(tmp_path / "same.json"))
+    prepared = _data(source="prepared", path=str(tmp_path / "out2"))
+    opened = open_corpus(prepared, tmp_path)
+    assert open_tokenizer(prepared, opened, tmp_path / "b", 300, inherited=inherited).digest == inherited.digest
+
+
+def test_a_run_goes_on_with_its_own_copy_where_the_given_tokenizer_is_gone(tmp_path, texts):
+    corpus = open_corpus(_data(path=str(texts)), tmp_path)
+    train_tokenizer(["words"], 258).save(tmp_path / "given.json")
+    given = _data(tokenizer=str(tmp_path / "given.json"))
+    (tmp_path / "run").mkdir()
+    tokenizer = open_tokenizer(given, corpus, tmp_path / "run", 300)
+    tokenizer.save(tmp_path / "run" / "tokenizer.json")  # as train does
+    (tmp_path / "given.json").unlink()
+    assert "cannot read the tokenizer" in _error(open_tokenizer, given, corpus, tmp_path / "run", 300)
+    assert open_tokenizer(given, corpus, tmp_path / "run", 300, reuse=True).digest == tokenizer.digest
+
+
+def test_prepared_data_knows_whether_its_tokenizer_loses_text(tmp_path, texts):
+    backend = tokenizers.Tokenizer(models.WordLevel({"document": 0, "</s>": 1, "?": 2}, unk_token="?"))
+    backend.save(str(tmp_path / "lossy.json"))
+    for name, expected in (("lossy.json", False), (None, True)):
+        options = {"tokenizer": str(tmp_path / name)} if name else {"vocab_size": 300}
+        prepare(tmp_path / f"{expected}", path=str(texts), **options)
+        corpus = open_corpus(_data(source="prepared", path=str(tmp_path / f"{expected}")), tmp_path)
+        assert check_restored(corpus, None).restored == expected == (corpus.scored_bytes is not None)
+
+
+def test_estimates_of_the_number_of_tokens(tmp_path, texts, monkeypatch):
+    tokenizer = train_tokenizer(["a"], 257)
+    corpus = open_corpus(_data(path=str(texts)), tmp_path)
+    exact = len(token_stream(corpus.train, tokenizer)) - 1
+    assert estimate_tokens(corpus.train, tokenizer) == exact
+    assert estimate_tokens(np.zeros(7, np.uint16), tokenizer) == 7
+    monkeypatch.setattr(pipeline, "_ENCODE_TEXT", 1000)
+    assert estimate_tokens(corpus.train, tokenizer) == pytest.approx(exact, rel=0.05)
+    assert estimate_tokens(["some text"] * 1000, tokenizer) == 10_000
+
+
+def test_notes_on_a_corpus_that_is_too_small(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("one line\nand a second\n" * 5)
+    with caplog.at_level("INFO", "absl"):
+        corpus = open_corpus(_data(path=str(tmp_path / "a.txt")), tmp_path)
+    assert "1 document in 1 file" in caplog.text and "1 training document;" in caplog.text
+    short, few = size_notes(corpus, 10, 64)
+    assert "10 tokens, less than a row of 64" in short and f"has {corpus.heldout_bytes} bytes" in few
+    large = dataclasses.replace(corpus, heldout_bytes=5000)
+    assert size_notes(large, 64, 64) == []

@@ -237,8 +237,8 @@ from cubit_jax.data.tokenizer_training import train_tokenizer
 
 folder = sys.argv[1]
 train, heldout = [f"train {i} \\u65e5" for i in range(60)], [f"test {i}" for i in range(7)]
-def corpus(name, field="text"):
-    return open_corpus(types.SimpleNamespace(source="tfds", path=f"{folder}/{name}/1.0.0", heldout_path=None,
+def corpus(name, field="text", heldout_path=None):
+    return open_corpus(types.SimpleNamespace(source="tfds", path=f"{folder}/{name}/1.0.0", heldout_path=heldout_path,
                                              heldout_fraction=0.2, text_field=field), folder)
 def texts(documents):
     return [documents[i] for i in range(len(documents))]
@@ -249,10 +249,12 @@ if __name__ == "__main__":
     assert both.heldout_bytes == sum(map(len, heldout)) and both.fingerprint == corpus("both").fingerprint
     one = corpus("one")
     assert sorted(texts(one.train) + texts(one.heldout)) == sorted(train) and 4 < len(one.heldout) < 20
-    for name, field, message in (("none", "text", "no split called train"), ("one", "body", "no feature 'body'"),
+    assert texts(corpus("one", heldout_path=f"{folder}/both/1.0.0").heldout) == texts(both.heldout)
+    same = f"{folder}/both/../one/1.0.0"
+    for name, field, message in (("one", "text", "is data.path too"),("none", "text", "no split called train"), ("one", "body", "no feature 'body'"),
                                  ("one", "label", "expected text"), ("old", "text", "stored as array_record")):
         try:
-            corpus(name, field)
+            corpus(name, field, same if "data.path" in message else None)
         except UserError as error:
             assert message in str(error) and "\\n" not in str(error), error
         else:
@@ -308,8 +310,86 @@ def test_files_that_change_while_they_are_read_are_named(tmp_path, num_workers):
 
     damage = pathlib.Path.unlink
     assert re.search(r"cannot read .*\d\.txt, which was there when this program began: No such file", read("txt"))
-    for content in ("", '{"text": 3}'.ljust(22), '{"txt": "some text"} '.ljust(22), "x" * 22):
+    contents = ("", '{"text": 3}'.ljust(22), '{"txt": "some text"} '.ljust(22), "x" * 22)
+    for content in contents[: 1 if num_workers else None]:  # starting workers takes seconds
         damage = functools.partial(pathlib.Path.write_text, data=content)
         for number in range(3):
             (tmp_path / f"{number}.jsonl").write_text('{"text": "some text"}\n')
         assert re.search(r"\d\.jsonl has changed since this program began", read("jsonl"))
+
+
+def test_each_file_is_one_document_whatever_links_lead_to_it(tmp_path, caplog):
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text(name)
+    expected = _open(tmp_path, "**/*.txt")[1]
+    (tmp_path / "latest").symlink_to(".")
+    (tmp_path / "e.txt").hardlink_to(tmp_path / "d.txt")
+    with caplog.at_level("INFO", "absl"):
+        documents, fingerprint = _open(tmp_path, "**/*.txt")
+    assert _names(documents) == ["a.txt", "b.txt", "c.txt", "d.txt"] and fingerprint == expected
+    assert "2 links lead to what is there already" in caplog.text
+    assert "4 documents in 4 files" in caplog.text
+
+
+def test_columns_that_share_a_name_are_one_line(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "2 columns are called 'text'" in _error(_open, tmp_path, "*.parquet")
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "string_view", "binary_view", "large_string"])
+def test_every_column_of_strings_is_read_without_loss(tmp_path, kind):
+    column = pyarrow.array([*TEXTS, *TEXTS, "x" * 5000])
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(pyarrow, kind)())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert _texts(_open(tmp_path, "*.parquet")[0]) == [*TEXTS, *TEXTS, "x" * 5000]
+
+
+def test_integers_of_any_length_stand_beside_the_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "n": %s, "m": -1}\n' % ("9" * 5000))
+    documents, _ = _open(tmp_path, "*.jsonl")
+    assert _texts(documents) == ["a"]
+    assert "is 999" in _error(_open, tmp_path, "*.jsonl", "n")
+
+
+def test_a_literal_path_with_glob_characters(tmp_path, monkeypatch):
+    for folder in ("runs[1]", "runs1"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(folder)
+    assert _texts(_open(tmp_path, "runs[1]/*.txt")[0]) == ["runs[1]"]
+    assert _texts(_open(tmp_path, "runs[1]/a.txt")[0]) == ["runs[1]"]
+    monkeypatch.chdir(tmp_path / "runs[1]")
+    assert _names(sources.open_files("*.txt", "text", tmp_path)[0]) == ["a.txt"]
+    hint = re.search(r"give '(.*)'", _error(sources.open_files, str(tmp_path / "runs[1]"), "text", tmp_path))[1]
+    assert _texts(sources.open_files(hint, "text", tmp_path)[0]) == ["runs[1]"]
+
+
+LOCALES = """
+import sys
+from cubit_jax.data import sources
+from cubit_jax.data.tokenizer import load_tokenizer
+documents, fingerprint = sources.open_files(sys.argv[1] + "/*.txt", "text", sys.argv[1])
+heldout = sources.split_documents(documents, 0.5)[1]
+tokenizer = load_tokenizer(sys.argv[1] + "/tokenizer.json")
+print(fingerprint, [ascii(heldout.name(i)) for i in range(len(heldout))], tokenizer.digest)
+"""
+
+
+def test_no_locale_changes_names_split_or_hashes(tmp_path):
+    for name in ("\u00e9", "\u65e5", "a", "\U0001f600", "z"):
+        (tmp_path / f"{name}.txt").write_text(name, encoding="utf-8")
+    train_tokenizer(["\u00e9\u65e5 " * 9], 300).save(tmp_path / "tokenizer.json")
+    printed = {
+        subprocess.run(
+            # Without the UTF-8 mode the C locale's file names are ASCII, as the other old locales are not installed.
+            [sys.executable, "-X", "utf8=0", "-c", LOCALES, tmp_path],
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONCOERCECLOCALE": "0", "LC_ALL": locale},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout
+        for locale in ("C.UTF-8", "C")
+    }
+    assert len(printed) == 1 and len(printed.pop()) > 60

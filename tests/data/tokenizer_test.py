@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import random
+import time
 
 import pytest
 import tokenizers
@@ -126,12 +128,6 @@ def test_bad_files_are_named(tmp_path):
     for content in (b"", b"{", b"[1]", json.dumps({"version": "1.0"}).encode(), b"\xff\xfe"):
         path.write_bytes(content)
         assert str(path) in _error(load_tokenizer, path)
-    _word_level(["<unk>", "one"]).save(str(path))
-    message = _error(load_tokenizer, path)
-    assert str(path) in message and "no end-of-text token" in message and "</s>" in message
-    # The model itself, not its list of special tokens, turns the characters into the id: no flag can prevent that.
-    _word_level(["<unk>", "</s>"]).save(str(path))
-    assert "as its end-of-text id" in _error(load_tokenizer, path)
 
 
 def test_vocabulary_checks(tokenizer):
@@ -141,3 +137,17 @@ def test_vocabulary_checks(tokenizer):
     assert "vocabulary mismatch" in message and "390" in message and "389" in message
     assert "257" in _error(train_tokenizer, TEXTS, 256)
     assert train_tokenizer(["a"], 1000).vocab_size == 257
+
+
+def test_long_words_are_cut_for_training_only():
+    word = "".join(random.Random(0).choices("ACGT", k=60_000))
+    start = time.process_time()
+    tokenizer = train_tokenizer([word], 600)
+    assert time.process_time() - start < 5  # a second at most; without the cut half a minute
+    assert tokenizer.vocab_size == 600 and tokenizer.decode(tokenizer.encode(word)) == word
+    assert tokenizer.encode("A" * 300 + " b") == load(tokenizer).encode("A" * 300 + " b")
+    assert json.loads(tokenizer._definition)["pre_tokenizer"]["type"] == "ByteLevel"
+
+
+def load(tokenizer):
+    return pickle.loads(pickle.dumps(tokenizer))

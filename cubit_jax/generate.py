@@ -3,19 +3,19 @@
 import pathlib
 import sys
 
-import jax
 from absl import flags
 
-from cubit_jax.inference.generation import check_sampling, generate_text, generate_tokens, sample_restricted
+from cubit_jax.inference.generation import check_sampling
 from cubit_jax.runtime import cli, distributed
 from cubit_jax.runtime.errors import UserError
-from cubit_jax.training.trained import load_trained
-
-__all__ = ["generate_text", "generate_tokens", "main", "sample_restricted"]
+from cubit_jax.training.trained import load_run
 
 
-def define_flags():
-    flags.DEFINE_string("workdir", None, "Folder of the run, as given to train; its last checkpoint is used.")
+def define_flags() -> None:
+    flags.DEFINE_string("workdir", None, "Folder of the run, as given to train.")
+    flags.DEFINE_string(
+        "step", "latest", "Checkpoint to use: its step, latest, or best, the one with the lowest held-out loss."
+    )
     flags.DEFINE_multi_string(
         "prompt", [], "Text to go on from; give the flag again for a batch of several. An empty one begins a document."
     )
@@ -35,7 +35,7 @@ def define_flags():
     )
 
 
-def main():
+def main() -> None:
     distributed.require_one_process("generate")
     options = flags.FLAGS
     prompts = [*options.prompt, *map(_read, options.prompt_file)]
@@ -56,7 +56,7 @@ def main():
         check_sampling(**sampling)
     except ValueError as error:
         raise UserError(error) from error
-    run = load_trained(options.workdir)
+    run = load_run(options.workdir, options.step)
     longest = 1 + max(len(run.tokenizer.encode(prompt)) for prompt in prompts)
     if longest + options.max_new_tokens > run.config.seq_len:
         print(
@@ -65,17 +65,17 @@ def main():
             file=sys.stderr,
         )
     prompts = [prompt for prompt in prompts for _ in range(options.num_samples)]
-    with jax.set_mesh(run.mesh):
-        texts = generate_text(run.model, run.params, run.tokenizer, prompts, seed=options.seed, **sampling)
+    texts = run.generate(prompts, seed=options.seed, **sampling)
     for index, (prompt, text) in enumerate(zip(prompts, texts)):
         if len(prompts) > 1:
             print(f"--- prompt {index // options.num_samples + 1}, sample {index % options.num_samples + 1}")
         print(prompt + text)
 
 
-def _read(path):
+def _read(path: str) -> str:
+    """The text of a file as it is: line ends, too."""
     try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
+        return pathlib.Path(path).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompt_file={path}: {getattr(error, 'strerror', None) or error}") from error
 

@@ -20,7 +20,7 @@ from cubit_jax.model import LanguageModel
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.runtime.files import write_atomically
-from cubit_jax.training.trained import Trained, load_trained
+from cubit_jax.training.trained import Trained, load_run
 from experiments.support import plots
 from experiments.support.options import integers, output_files
 from experiments.support.timing import environment
@@ -45,7 +45,7 @@ def measure(folder: str, recursions: list[int], energy_rows: int) -> tuple[dict[
     Raises:
       UserError: no run there, or one whose layers have no recursion; nothing is printed before.
     """
-    run = load_trained(folder)
+    run = load_run(folder)
     model = run.model.config
     if "cem" not in (*model.mixers, model.mlp):
         raise UserError(

@@ -16,7 +16,7 @@ from cubit_jax import evaluate, train
 from cubit_jax.data.tokenizer_training import train_tokenizer
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.training.checkpoint import Checkpoints
-from cubit_jax.training.trained import load_trained
+from cubit_jax.training.trained import load_run
 from cubit_jax.training.workdir import read_config, read_preempted, write_config
 
 pytestmark = pytest.mark.xdist_group("train")  # they share a run and compiled programs
@@ -240,7 +240,7 @@ def test_changed_documents_are_refused(straight, config, tmp_path):
     with pytest.raises(UserError, match="the tokenizer changed since the run"):
         train.train(changed, workdir)
     with pytest.raises(UserError, match="the tokenizer changed since the run"):
-        load_trained(workdir)
+        load_run(workdir)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,11 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Evaluation:
     tokens: int
 
 
-def heldout_loss(model, params, batches, num_bytes):
+def heldout_loss(model: Any, params: Any, batches: Iterable[dict[str, Any]], num_bytes: int) -> Evaluation:
     """Evaluates without dropout; under `jax.set_mesh` on all its devices.
 
     Args:
@@ -42,6 +45,13 @@ def heldout_loss(model, params, batches, num_bytes):
     loss = nll / tokens
     bits_per_byte = None if num_bytes is None else nll / math.log(2) / num_bytes
     return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte, round(tokens))
+
+
+def nonfinite_parameters(params: Any) -> list[str]:
+    """Paths of the parameters that hold a NaN or an infinity, as layers/block_0/mixer/q_proj/kernel."""
+    finite = jax.device_get(jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree))(params))
+    leaves = jax.tree_util.tree_leaves_with_path(finite)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, good in leaves if not good]
 
 
 @functools.cache

@@ -1,32 +1,35 @@
 """Text from a model: one parallel pass over the prompts, then one token at a time from the cache."""
 
 import functools
+import itertools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cubit_jax import partitioning
-from cubit_jax.model import init_cache
+from cubit_jax.model import LanguageModel, init_cache
 
 _MIN_TEMPERATURE = 1e-6  # logits divided by less are more than float32 holds
 
 
 def generate_tokens(
-    model,
-    params,
-    tokens,
-    lengths,
+    model: LanguageModel,
+    params: Any,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
     *,
-    max_new_tokens,
-    end_id,
-    temperature=0.0,
-    top_k=None,
-    top_p=None,
-    seed=0,
-    vocab_size=None,
-):
+    max_new_tokens: int,
+    end_id: int | None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    vocab_size: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Continues a batch of prompts of unequal length: one parallel pass over them, then one token at a time.
 
     Args:
@@ -51,7 +54,7 @@ def generate_tokens(
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         raise ValueError(f"{tokens.shape=} must be [B, L] and {lengths.shape=} [B]")
     if lengths.size == 0 or lengths.min() < 1 or lengths.max() > tokens.shape[1]:
-        raise ValueError(f"{lengths=} must be from 1 to {tokens.shape[1]}, one a prompt")
+        raise ValueError(f"{lengths=} must be from 1 to {tokens.shape[1]}, one per prompt")
     check_sampling(max_new_tokens, temperature, top_k, top_p)
     new, count = _generate(
         params,
@@ -129,7 +132,7 @@ def _generate(
     return partitioning.constrain(new, "NN"), partitioning.constrain(count, "N")
 
 
-def sample_restricted(key, logits, top_k, top_p):
+def sample_restricted(key: jax.Array, logits: jax.Array, top_k: int | jax.Array, top_p: float | jax.Array) -> jax.Array:
     """int32 [B] from logits [B, V]: of the top_k most likely tokens, the fewest whose probabilities reach top_p.
 
     Among equals the smaller id counts as more likely, so that top_k=1 is argmax. One token is always left.
@@ -146,9 +149,21 @@ def sample_restricted(key, logits, top_k, top_p):
 
 
 def generate_text(
-    model, params, tokenizer, prompts, *, max_new_tokens, temperature=0.0, top_k=None, top_p=None, seed=0
-):
-    """The continuations, list of str without the prompts: see `generate_tokens`. A prompt begins a document."""
+    model: LanguageModel,
+    params: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """The continuations of the prompts: what all tokens decode to, without what the prompt's tokens decode to.
+
+    A prompt begins a document. Arguments as of `generate_tokens`; tokenizer: see `data.tokenizer`.
+    """
     ids = [[tokenizer.end_id, *tokenizer.encode(prompt)] for prompt in prompts]
     tokens = np.zeros((len(ids), max(map(len, ids))), np.int32)
     for row, prompt in zip(tokens, ids):
@@ -168,13 +183,15 @@ def generate_text(
     )
     texts = []
     for prompt, row, count in zip(ids, new, counts):
-        # Some tokenizers decode the first word of a text without its space: decode all, then cut the prompt off.
+        # Some tokenizers decode the first word of a text without its space: decode all, then cut the prompt off. Where
+        # the prompt ends within a character, which new tokens complete, the two differ from there on.
         whole = tokenizer.decode([*prompt[1:], *row[:count]])
-        texts.append(whole[len(tokenizer.decode(prompt[1:])) :])
+        pairs = zip(whole, tokenizer.decode(prompt[1:]))
+        texts.append(whole[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :])
     return texts
 
 
-def check_sampling(max_new_tokens, temperature, top_k, top_p):
+def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raises ValueError for an argument of `generate_tokens` that is outside its range."""
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")

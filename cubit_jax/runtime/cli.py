@@ -1,5 +1,6 @@
 """How a command-line program starts and ends: flags, the config file, one-line errors, exit codes."""
 
+import io
 import logging as std_logging
 import os
 import re
@@ -43,6 +44,9 @@ def run(main, required=()):
             print("interrupted", file=sys.stderr, flush=True)
             sys.exit(130)
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # text and paths may have characters that the encoding has not
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_the_user)
     logging.get_absl_handler().setFormatter(std_logging.Formatter("%(message)s"))

@@ -1,15 +1,18 @@
-"""What a run has trained so far, for the programs that use it: config, model, last parameters, tokenizer, mesh."""
+"""A trained run, opened to be used: config, model, parameters of a checkpoint, tokenizer, mesh."""
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import logging
+from ml_collections import ConfigDict
 
 from cubit_jax import partitioning
 from cubit_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from cubit_jax.inference.generation import generate_text
 from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.model_config import partition_rules
 from cubit_jax.runtime.errors import UserError
@@ -19,21 +22,34 @@ from cubit_jax.training.checkpoint import load_params
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The parameters of the last checkpoint of a run and what they are used with."""
+    """The parameters of a checkpoint of a run and what they are used with.
 
-    config: Any
+    Attributes:
+      config: the run's config. model: LanguageModel of it.
+      params: the parameters, on `mesh`. step: of the checkpoint.
+      tokenizer: of the run, with encode(str) -> ids and decode(ids) -> str.
+      mesh: devices; computations with `params` stand under `jax.set_mesh(mesh)`.
+    """
+
+    config: ConfigDict
     model: LanguageModel
     params: Any
     step: int
     tokenizer: Tokenizer
     mesh: jax.sharding.Mesh
 
+    def generate(self, prompts: Sequence[str], **sampling: Any) -> list[str]:
+        """Continuations of the prompts: `inference.generation.generate_text` with its keyword arguments."""
+        with jax.set_mesh(self.mesh):
+            return generate_text(self.model, self.params, self.tokenizer, prompts, **sampling)
 
-def load_trained(folder, **options):
-    """The run in `folder` as of its last checkpoint, its parameters spread over this process's mesh.
+
+def load_run(folder: str | pathlib.Path, step: int | str = "latest", **options: Any) -> Trained:
+    """The run in `folder` as of a checkpoint, its parameters spread over this process's devices.
 
     Args:
       folder: the workdir of train.
+      step: a step's number, "latest", or "best": the one with the lowest held-out loss.
       options: changes to the model's options that leave its parameters as they are (num_recursions).
 
     Raises:
@@ -50,11 +66,11 @@ def load_trained(folder, **options):
     model = LanguageModel(model_config)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     shardings = partitioning.state_shardings(mesh, {"params": shapes}, partition_rules(model_config))["params"]
-    params, step = load_params(folder, model, shardings)
+    params, step = load_params(folder, model, shardings, step)
     return Trained(config, model, params, step, tokenizer, mesh)
 
 
-def open_own_tokenizer(folder: str) -> Tokenizer:
+def open_own_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
     """The tokenizer of the run in `folder`: its own copy, or in runs of earlier versions the file that it was given.
 
     Raises:
@@ -73,7 +89,7 @@ def open_own_tokenizer(folder: str) -> Tokenizer:
     return tokenizer
 
 
-def _mesh(config, model_config):
+def _mesh(config: ConfigDict, model_config: ModelConfig) -> jax.sharding.Mesh:
     """The run's own mesh where it fits the devices here, else parameters split over all of them, else whole on each."""
     for sizes in (config.mesh, {"fsdp": -1}):
         try:

@@ -251,7 +251,8 @@ if __name__ == "__main__":
     assert sorted(texts(one.train) + texts(one.heldout)) == sorted(train) and 4 < len(one.heldout) < 20
     assert texts(corpus("one", heldout_path=f"{folder}/both/1.0.0").heldout) == texts(both.heldout)
     same = f"{folder}/both/../one/1.0.0"
-    for name, field, message in (("one", "text", "is data.path too"),("none", "text", "no split called train"), ("one", "body", "no feature 'body'"),
+    for name, field, message in (("one", "text", "is data.path too"),
+                                 ("none", "text", "no split called train"), ("one", "body", "no feature 'body'"),
                                  ("one", "label", "expected text"), ("old", "text", "stored as array_record")):
         try:
             corpus(name, field, same if "data.path" in message else None)

@@ -15,7 +15,7 @@ from cubit_jax import evaluate, train
 from cubit_jax.inference import generation
 from cubit_jax.layers import MIXERS, MLPS
 from cubit_jax.model import LanguageModel, ModelConfig, init_cache
-from cubit_jax.training.trained import load_trained
+from cubit_jax.training.trained import load_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 MIXER_PAGE, ENERGY_PAGE = ROOT / "docs/write_your_own_mixer.md", ROOT / "docs/write_your_own_energy.md"
@@ -82,7 +82,7 @@ def test_mixer_of_the_page_trains_and_evaluates_without_a_cache(
         generation.generate_text(
             LanguageModel(ModelConfig.from_config(config)),
             {},
-            load_trained(tmp_path / "run").tokenizer,
+            load_run(tmp_path / "run").tokenizer,
             ["a"],
             max_new_tokens=1,
         )

@@ -49,7 +49,7 @@ def test_loss_and_energies_against_recursions(run, tmp_path):
 def test_a_run_without_recursion_is_refused_before_anything_is_printed(monkeypatch, capsys):
     config = SimpleNamespace(mixers=("cubit", "attention"), mlp="gated")
     trained = SimpleNamespace(model=SimpleNamespace(config=config))
-    monkeypatch.setattr(recursion, "load_trained", lambda folder: trained)
+    monkeypatch.setattr(recursion, "load_run", lambda folder: trained)
     with pytest.raises(UserError, match=r"mixers cubit, attention, mlp gated\) have no recursion; give a run of"):
         recursion.measure("runs/cubit", [1, 2], energy_rows=2)
     assert capsys.readouterr().out == ""

@@ -1,24 +1,28 @@
 """What evaluate and generate do with the folder of a run, and what they say where something is missing in it."""
 
 import json
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import base, cubit
 from cubit_jax import data, evaluate
-from cubit_jax.generate import generate_text
+from cubit_jax.inference.evaluation import heldout_loss
+from cubit_jax.inference.generation import generate_text
 from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.runtime.errors import UserError
 from cubit_jax.training import workdir
 from cubit_jax.training.checkpoint import Checkpoints
 from cubit_jax.training.step import init_state
-from cubit_jax.training.trained import load_trained
+from cubit_jax.training.trained import load_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {"vocab_size": 300, "num_layers": 1, "model_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
@@ -39,7 +43,7 @@ def write_run(folder, config, step=3):
     model = LanguageModel(ModelConfig.from_config(config))
     state = jax.jit(lambda: init_state(model, config))()
     checkpoints = Checkpoints(folder)
-    checkpoints.save(step, state, b"{}")
+    checkpoints.save(step, state, b"{}", {"eval/loss": 6.0})
     checkpoints.close()
     return config, corpus, tokenizer, model, state["params"]
 
@@ -56,13 +60,13 @@ def test_evaluate_counts_every_held_out_target(run):
     assert step == 3
     assert result.tokens == sum(1 + len(tokenizer.encode(text)) for text in corpus.heldout)
     batches = data.heldout_batches(corpus.heldout, tokenizer, seq_len=config.seq_len, batch_size=5)
-    alone = evaluate.heldout_loss(model, params, batches, corpus.heldout_bytes)
+    alone = heldout_loss(model, params, batches, corpus.heldout_bytes)
     assert (result.loss, result.bits_per_byte) == pytest.approx((alone.loss, alone.bits_per_byte), rel=1e-5)
 
 
 def test_parameters_are_those_of_the_checkpoint_on_the_mesh_of_the_run(run):
     folder, *_, params = run
-    trained = load_trained(folder)
+    trained = load_run(folder)
     jax.tree.map(np.testing.assert_array_equal, trained.params, params)
     assert trained.mesh.shape["data"] == jax.device_count()
 
@@ -71,7 +75,7 @@ def test_a_mesh_for_other_devices_is_replaced(tmp_path):
     config = cubit.get_config("tiny")
     config.mesh.update({"data": 1, "fsdp": 64})
     write_run(tmp_path / "run", config)
-    assert load_trained(tmp_path / "run").mesh.shape["fsdp"] == jax.device_count()
+    assert load_run(tmp_path / "run").mesh.shape["fsdp"] == jax.device_count()
 
 
 def test_other_text_is_evaluated(run, tmp_path):
@@ -79,7 +83,7 @@ def test_other_text_is_evaluated(run, tmp_path):
     (tmp_path / "b.txt").write_text("and more\n" * 30)
     (tmp_path / "empty.jsonl").write_text("")
     result, _ = evaluate.evaluate(run[0], text=f"{tmp_path}/*.txt")
-    tokenizer = load_trained(run[0]).tokenizer
+    tokenizer = load_run(run[0]).tokenizer
     texts = [(tmp_path / name).read_text() for name in ("a.txt", "b.txt")]
     assert result.tokens == sum(len(tokenizer.encode(text)) + 1 for text in texts)
     size = sum(len(text.encode()) for text in texts)
@@ -100,6 +104,48 @@ def test_other_number_of_recursions(run, tmp_path):
     assert trained.loss != identity.loss
 
 
+def test_a_checkpoint_is_chosen_by_number_and_by_loss(run, tmp_path):
+    folder, *_, params = run
+    shutil.copytree(folder, tmp_path / "run")
+    checkpoints = Checkpoints(tmp_path / "run", keep=5)
+    for step, loss in ((4, 1.5), (5, 2.5)):
+        scaled = jax.tree.map(lambda leaf, step=step: leaf * step, params)
+        checkpoints.save(step, {"params": scaled, "step": jnp.int32(step)}, b"{}", {"eval/loss": loss})
+    checkpoints.close()
+    for wanted, step in (("latest", 5), ("best", 4), ("4", 4), (3, 3)):
+        loaded = load_run(tmp_path / "run", wanted)
+        assert loaded.step == step
+        scale = 1 if step == 3 else step
+        np.testing.assert_array_equal(loaded.params["embed"]["embedding"], params["embed"]["embedding"] * scale)
+    steps = r"the steps are 3 \(held-out loss 6\.0000\), 4 \(held-out loss 1\.5000\), 5 \(held-out loss 2\.5000\)$"
+    with pytest.raises(UserError, match=f"no complete checkpoint of step 7; {steps}"):
+        evaluate.evaluate(tmp_path / "run", step=7)
+
+
+def test_a_loss_that_is_not_finite_is_an_error_that_names_the_parameter(run, tmp_path):
+    folder, *_, params = run
+    shutil.copytree(folder, tmp_path / "run")
+    bad = params | {"lm_head": {"kernel": params["lm_head"]["kernel"].at[5, 3].set(np.nan)}}
+    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints.save(4, {"params": bad, "step": jnp.int32(4)}, b"{}")
+    checkpoints.close()
+    message = r"the loss at step 4 is nan: parameter lm_head/kernel is not finite; evaluate an earlier checkpoint"
+    with pytest.raises(UserError, match=message):
+        evaluate.evaluate(tmp_path / "run")
+
+
+def test_the_page_on_loading_a_run_works_as_it_stands(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/cubit_tiny").symlink_to(run[0])
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/load_a_run.md").read_text(), flags=re.DOTALL)
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 3 and names["logits"].shape == (1, names["tokens"].shape[1], 300)
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("3 ")
+
+
 def program(name, *arguments):
     return subprocess.run(
         [sys.executable, "-m", f"cubit_jax.{name}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -108,19 +154,23 @@ def program(name, *arguments):
 
 def test_generate_prints_what_the_library_generates(run, tmp_path):
     folder, _, _, tokenizer, model, params = run
-    (tmp_path / "prompt.txt").write_text("says hello 7\ntimes")
-    result = program(
-        "generate",
-        f"--workdir={folder}",
-        "--prompt=document 3",
-        f"--prompt_file={tmp_path}/prompt.txt",
-        "--max_new_tokens=5",
-        "--temperature=0",
+    """The line ends of a prompt's file as they are; what the terminal's encoding has not, replaced."""
+    prompts = ["document é 語", "says hello 7\r\ntimes"]
+    (tmp_path / "prompt.txt").write_bytes(prompts[1].encode())
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "cubit_jax.generate", f"--workdir={folder}", f"--prompt={prompts[0]}"),
+            *(f"--prompt_file={tmp_path}/prompt.txt", "--max_new_tokens=5", "--temperature=0", "--step=best"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=300,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
     )
     assert result.returncode == 0, result.stderr
-    prompts = ["document 3", "says hello 7\ntimes"]
     texts = generate_text(model, params, tokenizer, prompts, max_new_tokens=5)
-    assert result.stdout == "".join(f"--- prompt {i + 1}, sample 1\n{prompts[i]}{texts[i]}\n" for i in range(2))
+    expected = "".join(f"--- prompt {i + 1}, sample 1\n{prompts[i]}{texts[i]}\n" for i in range(2))
+    assert result.stdout == expected.encode("ascii", "replace")
 
 
 @pytest.mark.parametrize(
@@ -142,10 +192,10 @@ def test_no_checkpoint(tmp_path, run):
     folder = tmp_path / "run"
     workdir.write_config(folder, run[1])
     with pytest.raises(UserError, match=r"cannot read the tokenizer .*No such file"):
-        load_trained(folder)
+        load_run(folder)
     (folder / "tokenizer.json").write_text((run[0] / "tokenizer.json").read_text())
     with pytest.raises(UserError, match="no checkpoint in"):
-        load_trained(folder)
+        load_run(folder)
 
 
 def test_config_of_another_model_lists_the_differences(tmp_path, run):
@@ -157,4 +207,4 @@ def test_config_of_another_model_lists_the_differences(tmp_path, run):
     config["model"]["mlp_dim"] = 24
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"is of another model: .*up_proj/kernel"):
-        load_trained(folder)
+        load_run(folder)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cubit_jax.evaluate import heldout_loss
+from cubit_jax.inference.evaluation import heldout_loss
 from cubit_jax.model import LanguageModel, ModelConfig
 
 ROWS, LENGTH, VOCAB = 7, 24, 31

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cubit_jax.generate import generate_text, generate_tokens, sample_restricted
+from cubit_jax.inference import generation
+from cubit_jax.inference.generation import generate_text, generate_tokens, sample_restricted
 from cubit_jax.layers import MIXERS
 from cubit_jax.model import LanguageModel, ModelConfig
 
@@ -121,6 +122,26 @@ def test_text_is_the_decoded_continuation(trained):
     expected = ["".join(Letters.letters[i] for i in row[:count]) for row, count in zip(new, counts)]
     assert texts == [expected[0].removeprefix(" "), *expected[1:]]
     assert any(texts)
+
+
+def test_text_after_a_prompt_that_ends_within_a_character(trained, monkeypatch):
+    """Bytes as tokens: the new ones complete the character whose first two bytes end the prompt."""
+    new = np.array([[0xAC, ord("!"), 0, 0]])
+    monkeypatch.setattr(generation, "generate_tokens", lambda *arguments, **options: (new, np.array([2])))
+
+    class Bytes:
+        end_id, vocab_size = 256, 257
+
+        def encode(self, text):
+            return list(text.encode("latin-1"))
+
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    prompt = "ab\xe2\x82"
+    assert Bytes().decode(Bytes().encode(prompt)) == "ab\N{REPLACEMENT CHARACTER}"
+    model, params, _ = trained
+    assert generation.generate_text(model, params, Bytes(), [prompt], max_new_tokens=4) == ["\N{EURO SIGN}!"]
 
 
 @pytest.mark.parametrize(

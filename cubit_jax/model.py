@@ -1,6 +1,7 @@
 """The language model: embedding, pre-norm blocks with any mixer and MLP, head, decode cache."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,11 @@ __all__ = [
     "stack_layers",
     "unstack_layers",
 ]
+
+# The standard deviation of a tied table is this over sqrt(D). That of the logits is then this, and the loss starts at
+# about ln V, at every width; entries of standard deviation 1, as of a table that is not tied, would give logits of
+# sqrt(D). The token's own row in the residual stream adds little to them: the layers' updates are larger.
+_TIED_SCALE = 0.5
 
 
 class Block(nn.Module):
@@ -71,6 +77,9 @@ class Group(nn.Module):
 class LanguageModel(nn.Module):
     """A causal language model; parameters: embed, layers (scanned) or layer_0.., final_norm, lm_head.
 
+    With tied embeddings there is no lm_head: the logits are products with the embedding table. Tying changes the
+    table's initial values alone, so that parameters trained from others mean what they did.
+
     Parameters are plain arrays: how they lie on a mesh goes by their paths (cubit_jax/partitioning), so that
     scanning and recomputation have no metadata to lose.
 
@@ -101,7 +110,8 @@ class LanguageModel(nn.Module):
         appended to what each row holds. deterministic=False turns dropout on and needs the "dropout" key.
         """
         rows = Rows(token_positions(tokens, positions, cache, prefill), segment_ids)
-        logits, cache_out = self._run(logits_of, tokens, rows, cache, prefill, deterministic)
+        head = functools.partial(logits_of, num_ids=self.config.num_ids)
+        logits, cache_out = self._run(head, tokens, rows, cache, prefill, deterministic)
         return logits if cache is None else (logits, cache_out)
 
     def next_logits(
@@ -117,7 +127,7 @@ class LanguageModel(nn.Module):
         def head(x, kernel):
             count = token_count(tokens, segment_ids)
             last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-            return logits_of(last, kernel)[:, 0]
+            return logits_of(last, kernel, self.config.num_ids)[:, 0]
 
         rows = Rows(token_positions(tokens, None, cache, prefill), segment_ids)
         return self._run(head, tokens, rows, cache, prefill, True)
@@ -128,7 +138,9 @@ class LanguageModel(nn.Module):
         batch: tokens, targets, segment_ids, positions int32 [B, L]; weights float32 [B, L]. Logits exist for one chunk
         of positions at a time, forward and backward.
         """
-        head = functools.partial(chunked_loss, targets=batch["targets"], weights=batch["weights"])
+        head = functools.partial(
+            chunked_loss, targets=batch["targets"], weights=batch["weights"], num_ids=self.config.num_ids
+        )
         rows = Rows(batch["positions"], batch["segment_ids"])
         return self._run(head, batch["tokens"], rows, None, False, deterministic)[0]
 
@@ -141,7 +153,9 @@ class LanguageModel(nn.Module):
             config.model_dim,
             dtype=jnp.dtype(config.dtype),
             param_dtype=jnp.dtype(config.param_dtype),
-            embedding_init=nn.initializers.normal(1.0),
+            embedding_init=nn.initializers.normal(
+                _TIED_SCALE / math.sqrt(config.model_dim) if config.tie_embeddings else 1.0
+            ),
             name="embed",
         )
         # With D whole: looked up in a table whose D is split, the activations of the whole batch would be exchanged.

@@ -36,7 +36,10 @@ _FILLED = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The fields of `config.model` (configs/base.py) and the sequence length a model is trained with.
+    """The fields of `config.model` (configs/base.py), the sequence length and the ids a model is trained with.
+
+    num_ids: ids of the tokenizer, which are those from 0 to num_ids - 1. Larger ones pad the vocabulary to a size that
+    devices divide: they get no probability and no gradient. None: all of vocab_size.
 
     Raises ValueError with one line that names the field, its value and what is allowed.
     """
@@ -61,6 +64,7 @@ class ModelConfig:
     scan_layers: bool = True
     implementation: str | None = None
     options: Mapping[str, Any] = FrozenDict()
+    num_ids: int | None = None
 
     def __post_init__(self):
         names = (self.mixers,) if isinstance(self.mixers, str) else self.mixers
@@ -71,6 +75,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"model.{name}={value!r} must be an integer of at least 1")
+        if self.num_ids is not None and not 1 <= self.num_ids <= self.vocab_size:
+            raise ValueError(f"num_ids={self.num_ids} must be from 1 to model.vocab_size={self.vocab_size}")
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embedding turns pairs")
         if self.window is not None and self.window < 1:
@@ -128,7 +134,7 @@ class ModelConfig:
     def from_config(cls, config: Any) -> "ModelConfig":
         """The model of a whole run configuration: `config.model` and `config.seq_len`."""
         given = dict(config.model)
-        known = [field.name for field in dataclasses.fields(cls) if field.name != "seq_len"]
+        known = [field.name for field in dataclasses.fields(cls) if field.name not in ("seq_len", "num_ids")]
         for name in given:
             _check_name("config.model", name, known)
         given["options"] = dict(given.get("options", {}))

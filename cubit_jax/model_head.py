@@ -22,19 +22,27 @@ class Head(nn.Module):
         return self.param("kernel", nn.initializers.normal(0.02), shape, jnp.dtype(self.config.param_dtype))
 
 
-def logits_of(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [B, L, D] times kernel [D, V] with the operands in x's dtype and the sum at least float32."""
+def logits_of(x: jax.Array, kernel: jax.Array, num_ids: int | None = None) -> jax.Array:
+    """Logits [B, L, V] of x [B, L, D] and kernel [D, V]: operands in x's dtype, the sum at least float32.
+
+    num_ids: columns from there on are -inf, which gives them no probability and no gradient. None: all are used.
+    """
     dtype = at_least_float32(x.dtype)
-    return constrain(jnp.einsum("bld,dv->blv", x, kernel.astype(x.dtype), preferred_element_type=dtype), "BLV")
+    logits = jnp.einsum("bld,dv->blv", x, kernel.astype(x.dtype), preferred_element_type=dtype)
+    if num_ids is not None and num_ids < kernel.shape[1]:
+        logits = jnp.where(jnp.arange(kernel.shape[1]) < num_ids, logits, -jnp.inf)
+    return constrain(logits, "BLV")
 
 
 def chunked_loss(
-    x: jax.Array, kernel: jax.Array, *, targets: jax.Array, weights: jax.Array
+    x: jax.Array, kernel: jax.Array, *, targets: jax.Array, weights: jax.Array, num_ids: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """(sum of weights * nll, sum of weights), both float32, of x [B, L, D] and kernel [D, V] by chunks of positions.
 
     The backward pass computes the logits of a chunk again, so that [B, L, V] is never held. A chunk takes every n-th
     position: a sequence axis that is split over devices in contiguous parts stays split within each chunk.
+
+    num_ids: as of `logits_of`; targets are below it.
     """
     kernel = constrain(kernel, "DV")  # one exchange, and one of its gradient, instead of one per chunk
     length = x.shape[1]
@@ -49,7 +57,7 @@ def chunked_loss(
     @jax.checkpoint
     def step(total, chunk):
         x, targets, weights = chunk
-        logits = logits_of(x, kernel)
+        logits = logits_of(x, kernel, num_ids)
         # A masked sum and not a gather: a vocabulary that is split over devices needs no exchange of logits.
         is_target = jnp.arange(kernel.shape[1]) == targets[..., None]
         target = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)

@@ -115,6 +115,7 @@ def open_run(config: ConfigDict, folder: str) -> Iterator[Run]:
         corpus, tokenizer = distributed.in_turn(lambda: _open_data(config, folder), "data")
         distributed.agree(corpus.fingerprint, "documents")
         distributed.agree(tokenizer.digest, "tokenizer")
+        model_config = dataclasses.replace(model_config, num_ids=tokenizer.vocab_size)
         yield Run(config, folder, model_config, mesh, corpus, tokenizer)
 
 

@@ -63,7 +63,7 @@ def load_run(folder: str | pathlib.Path, step: int | str = "latest", **options: 
     except ValueError as error:
         raise UserError(error) from error
     tokenizer = open_own_tokenizer(folder)
-    model = LanguageModel(model_config)
+    model = LanguageModel(dataclasses.replace(model_config, num_ids=tokenizer.vocab_size))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     shardings = partitioning.state_shardings(mesh, {"params": shapes}, partition_rules(model_config))["params"]
     params, step = load_params(folder, model, shardings, step)

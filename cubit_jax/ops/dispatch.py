@@ -7,20 +7,9 @@ NotImplementedError, with the reason, for a valid input that it cannot do, and V
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 from absl import logging
-
-# Kernels that implementation=None does not take, and why; "pallas" by name does. To be emptied when
-# `python -m experiments.gpu_check` has passed on a GPU.
-UNPROVEN = {
-    (
-        "kernel_solve",
-        "gpu",
-    ): "the kernel waits across thread blocks and has never run on one (experiments.gpu_check)",
-}
 
 _backend = contextvars.ContextVar("backend", default=None)
 _interpret = contextvars.ContextVar("interpret", default=None)
@@ -28,7 +17,7 @@ _choices = contextvars.ContextVar("choices", default=None)
 
 
 @contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name):
     """Within it, ops are traced for this backend ("cpu", "tpu", "gpu"): for ahead-of-time compilation.
 
     Like every setting that is read while tracing, it does not reach a function that `jax.jit` has already traced.
@@ -41,7 +30,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interpret(platform: str = "tpu") -> Iterator[None]:
+def interpret(platform="tpu"):
     """Within it, implementation="pallas" runs this platform's kernels in Pallas' interpreter: for tests."""
     token = _interpret.set(platform)
     try:
@@ -51,7 +40,7 @@ def interpret(platform: str = "tpu") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[dict[str, set[str]]]:
+def recorded():
     """Gives a dict that holds, for every op traced within it, the set of implementations that were taken.
 
     Like `backend`, it does not see what `jax.jit` has already traced.
@@ -64,12 +53,12 @@ def recorded() -> Iterator[dict[str, set[str]]]:
         _choices.reset(token)
 
 
-def current_backend() -> str:
+def current_backend():
     """The backend the computation is traced for: "cpu", "tpu" or "gpu"."""
     return _backend.get() or jax.default_backend()
 
 
-def kernel_platform() -> tuple[str, bool]:
+def kernel_platform():
     """("tpu" or "gpu", whether to interpret): whose Pallas kernels implementation="pallas" runs.
 
     Raises:
@@ -92,14 +81,14 @@ def _log_once(message):
     logging.info(message)
 
 
-def run(op: str, implementations: Mapping[str, Callable], implementation: str | None, *args, **kwargs) -> Any:
+def run(op, implementations, implementation, *args, **kwargs):
     """Calls the implementation named, or for None the first that can do this input on this backend.
 
     Args:
       op: name of the op, for messages.
       implementations: dict from name to function.
-      implementation: one of the names, used as it is; None tries `pallas` (on TPU and GPU, unless it is UNPROVEN)
-        and then `xla`, and says once in the log which was taken and why. `reference` is taken only by name.
+      implementation: one of the names, used as it is; None tries `pallas` (on TPU and GPU) and then `xla`, and says
+        once in the log which was taken and why. `reference` is taken only by name.
       *args, **kwargs: passed on.
 
     Raises:
@@ -116,9 +105,6 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
     reasons = []
     for name in ("pallas", "xla") if platform in ("tpu", "gpu") else ("xla",):
         if name not in implementations:
-            continue
-        if name == "pallas" and (op, platform) in UNPROVEN:
-            reasons.append(f"{name}: {UNPROVEN[op, platform]}")
             continue
         try:
             out = implementations[name](*args, **kwargs)

@@ -1,4 +1,10 @@
-"""Pure functions of arrays."""
+"""Pure functions of arrays: the mathematics of every mixer and energy, without Flax, a config or a mesh.
+
+The dimensions of arrays have the same letters everywhere: B batch, L length, H heads, K head dimension, V value
+dimension (of the model also its vocabulary), D model width, F MLP width, R rank, C rows and columns of a tile, N tiles,
+M capacity of a decode cache. Arrays are sequence-first, [B, L, H, K], as in jax.nn.dot_product_attention. Scores are
+what the softmax is taken of, weights its result, the system what is solved, the ridge its regulariser.
+"""
 
 from cubit_jax.ops.attention import attention
 from cubit_jax.ops.context_parallel.layout import Layout

@@ -7,13 +7,27 @@ import numpy as np
 from cubit_jax.ops import dispatch, masks
 from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.blockwise.attention import attention_xla
+from cubit_jax.ops.checks import check_rows, check_scale
 from cubit_jax.ops.context_parallel import solve as context
+from cubit_jax.ops.context_parallel.layout import Layout
+from cubit_jax.ops.overflow import spare_other_rows
 
 
-def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementation=None, layout=None):
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    layout: Layout | None = None,
+) -> jax.Array:
     """o_i = sum_j A_ij v_j with A = softmax over visible j of scale * q_i . k_j; causal.
 
-    A row that sees nothing (padding) gives 0.
+    A row that sees nothing (padding) gives 0. What stands in padding, even NaN, reaches nothing else. A value that is
+    not finite reaches the rows that see it and no other (not checked with a layout).
 
     Args:
       q, k: [B, L, H, K].
@@ -30,42 +44,34 @@ def attention(q, k, v, *, segment_ids=None, window=None, scale=None, implementat
     Raises:
       ValueError: malformed input. NotImplementedError: input the named implementation cannot do.
     """
-    window = check(q, k, v, segment_ids, window, layout)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    window = check_rows(q, k, v, segment_ids, window, layout)
+    scale = q.shape[-1] ** -0.5 if scale is None else check_scale(scale)
+    q, k, v = masks.zero_padding(segment_ids, q, k, v)
     implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.attention, layout)
-    return dispatch.run(
+    o = dispatch.run(
         "attention", implementations, implementation, q, k, v, segment_ids=segment_ids, window=window, scale=scale
     )
+    if layout is not None:
+        return o
+    start = jnp.zeros(q.shape[:1], jnp.int32)
+    return spare_other_rows(o, q, k, v, start, segment_ids, window=window, scale=scale)
 
 
-def check(q, k, v, segment_ids, window, layout=None):
-    """Raises ValueError for malformed arguments that attention and kernel_solve share. Returns the window, or None."""
-    if q.ndim != 4 or k.shape != q.shape:
-        raise ValueError(f"{k.shape=} must equal {q.shape=}, both [B, L, H, K]")
-    if 0 in q.shape:
-        raise ValueError(f"{q.shape=} must have no dimension of size 0")
-    if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"{v.shape=} must be [B, L, H, V] beside {q.shape=}")
-    for array in (q, k, v):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{array.dtype=} must be floating")
-    masks.check_masks(q.shape, segment_ids, window)
-    if window is None:
-        return None
-    return int(window) if window < (q.shape[1] if layout is None else layout.length) else None
-
-
-def dense_weights(q, k, *, segment_ids, window, scale, strict=False):
+def dense_weights(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    segment_ids: jax.Array | None,
+    window: int | None,
+    scale: float,
+    strict: bool = False,
+) -> jax.Array:
     """Row softmax of the visible scores, [B, H, L, L]; a row that sees nothing is 0 and safe to differentiate."""
     dtype = jnp.promote_types(jnp.promote_types(q.dtype, k.dtype), jnp.float32)
     scores = scale * jnp.einsum("bihk,bjhk->bhij", q.astype(dtype), k.astype(dtype), precision="highest")
     index = np.arange(q.shape[1])
     mask = jnp.asarray(masks.visible(index, index, segment_ids, segment_ids, window=window, strict=strict))
-    mask = mask[..., None, :, :]
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(dtype).min))
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1, total)
+    return masks.masked_softmax(scores, mask[..., None, :, :])
 
 
 def _reference(q, k, v, *, segment_ids, window, scale):

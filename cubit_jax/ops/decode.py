@@ -8,14 +8,17 @@ Rows of the batch may hold different numbers of tokens: row b has start[b] of th
 cache holds beyond them is not seen, but must be finite. Tokens beyond the capacity M are lost.
 """
 
+import jax
 import jax.numpy as jnp
 
 from cubit_jax.ops import masks
 from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.blockwise.kernel_solve import system_block
+from cubit_jax.ops.checks import check_system
+from cubit_jax.ops.overflow import spare_other_rows
 
 
-def write_cache(cache, new, start):
+def write_cache(cache: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     """Writes new [B, n, ...] into cache [B, M, ...] at start[b] + (0..n-1) of each row b; what exceeds M is dropped."""
     rows = jnp.arange(new.shape[0])[:, None]
     columns = start[:, None] + jnp.arange(new.shape[1])
@@ -23,7 +26,15 @@ def write_cache(cache, new, start):
     return cache.at[rows, columns].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
-def attention_cached(q, key_cache, value_cache, start, *, window=None, scale=None):
+def attention_cached(
+    q: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    start: jax.Array,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
     """`attention` of n new tokens on everything up to themselves.
 
     Args:
@@ -39,10 +50,21 @@ def attention_cached(q, key_cache, value_cache, start, *, window=None, scale=Non
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     weights = _weights(q, key_cache, start, window=window, strict=False, scale=scale, dtype=dtype)
     o = tiles.dot("bhij,bjhk->bihk", weights, value_cache.astype(dtype), tiles.precision(value_cache))
-    return o.astype(q.dtype)
+    return _spare_other_rows(o.astype(q.dtype), q, key_cache, value_cache, start, window=window, scale=scale)
 
 
-def kernel_solve_cached(query, key_cache, u_cache, rhs, start, *, ridge=None, beta=None, window=None, scale=1.0):
+def kernel_solve_cached(
+    query: jax.Array,
+    key_cache: jax.Array,
+    u_cache: jax.Array,
+    rhs: jax.Array,
+    start: jax.Array,
+    *,
+    ridge: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    window: int | None = None,
+    scale: float = 1.0,
+) -> jax.Array:
     """`kernel_solve` for n new tokens (arXiv 2605.06501, eq. 13, solved row by row).
 
     Args:
@@ -58,10 +80,9 @@ def kernel_solve_cached(query, key_cache, u_cache, rhs, start, *, ridge=None, be
       u of the new tokens, [B, n, H, V], float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: both or none of ridge and beta.
+      ValueError: malformed ridge or beta, as for kernel_solve.
     """
-    if (ridge is None) == (beta is None):
-        raise ValueError("exactly one of ridge and beta must be given")
+    ridge, beta = check_system(query.shape, ridge, beta)
     dtype = tiles.compute_dtype(query, key_cache, u_cache, rhs)
     weights = _weights(query, key_cache, start, window=window, strict=ridge is None, scale=scale, dtype=dtype)
     # Columns of the new tokens belong to the unknowns, and the cache holds nothing there yet.
@@ -72,7 +93,16 @@ def kernel_solve_cached(query, key_cache, u_cache, rhs, start, *, ridge=None, be
     summed = tiles.dot("bhij,bjhk->bhik", known, u_cache.astype(dtype))
     target -= summed if beta is None else beta[..., None] * summed
     ridge = None if ridge is None else ridge.astype(dtype)
-    return jnp.swapaxes(tiles.solve_triangular(system_block(unknown, ridge, beta), target), 1, 2)
+    u = jnp.swapaxes(tiles.solve_triangular(system_block(unknown, ridge, beta), target), 1, 2)
+    beta = None if beta is None else jnp.swapaxes(beta, 1, 2)
+    return _spare_other_rows(
+        u, query, key_cache, u_cache, start, rhs=rhs, ridge=ridge, beta=beta, window=window, scale=scale
+    )
+
+
+def _spare_other_rows(out, *args, **kwargs):
+    """A single new row stands after all that it could spoil."""
+    return out if out.shape[1] == 1 else spare_other_rows(out, *args, **kwargs)
 
 
 def _weights(q, key_cache, start, *, window, strict, scale, dtype):
@@ -81,6 +111,4 @@ def _weights(q, key_cache, start, *, window, strict, scale, dtype):
     scores = scale * tiles.dot("bihk,bjhk->bhij", q.astype(dtype), key_cache.astype(dtype), precision)
     rows = start[:, None] + jnp.arange(q.shape[1])
     mask = masks.visible(rows, jnp.arange(key_cache.shape[1]), window=window, strict=strict)[:, None]
-    weights, _, _ = tiles.exponentials(jnp.finfo(dtype).min, scores, mask)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1, total)
+    return masks.masked_softmax(scores, mask)

@@ -12,34 +12,37 @@ Projections take the dtype of the context, scores and weights at least float32. 
 float32 state beside 16-bit context keeps the small differences that many steps add up.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cubit_jax.ops import masks
 from cubit_jax.ops.attention import attention
 from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.blockwise.diagonal_attention import aggregate_rows, diagonal_attention
+from cubit_jax.ops.checks import check_elementwise, check_interaction, check_num_steps, check_step_size
+from cubit_jax.ops.context_parallel.layout import Layout
 from cubit_jax.ops.decode import attention_cached
-from cubit_jax.ops.energy import check_elementwise, check_interaction, project
+from cubit_jax.ops.interaction import project
 from cubit_jax.ops.potential import ACTIVATIONS, lookup
 from cubit_jax.ops.rotary import rotary
 
 
 def interaction_step(
-    state,
-    context,
-    w_q,
-    w_k,
-    diag=None,
+    state: jax.Array,
+    context: jax.Array,
+    w_q: jax.Array,
+    w_k: jax.Array,
+    diag: jax.Array | None = None,
     *,
-    tau=None,
-    positions=None,
-    theta=10000.0,
-    segment_ids=None,
-    window=None,
-    implementation=None,
-):
+    tau: float | None = None,
+    positions: jax.Array | None = None,
+    theta: float = 10000.0,
+    segment_ids: jax.Array | None = None,
+    window: int | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
     """Minus the gradient of `interaction_energy` in the state, in memory linear in L; arguments as there.
 
     Args:
@@ -68,31 +71,34 @@ def interaction_step(
     )
 
 
-def interaction_keys(context, w_k, *, positions=None, theta=10000.0):
+def interaction_keys(
+    context: jax.Array, w_k: jax.Array, *, positions: jax.Array | None = None, theta: float = 10000.0
+) -> jax.Array:
     """R_j W_k h_j, [B, L, H, K] in the dtype of context: what the steps of a layer share and a decode cache keeps."""
     keys = project(context, w_k)
     return keys if positions is None else rotary(keys, positions, theta)
 
 
 def interaction_step_from_keys(
-    state,
-    context,
-    keys,
-    w_q,
-    diag=None,
+    state: jax.Array,
+    context: jax.Array,
+    keys: jax.Array,
+    w_q: jax.Array,
+    diag: jax.Array | None = None,
     *,
-    tau=None,
-    positions=None,
-    theta=10000.0,
-    segment_ids=None,
-    window=None,
-    implementation=None,
-    layout=None,
-):
+    tau: float | None = None,
+    positions: jax.Array | None = None,
+    theta: float = 10000.0,
+    segment_ids: jax.Array | None = None,
+    window: int | None = None,
+    implementation: str | None = None,
+    layout: Layout | None = None,
+) -> jax.Array:
     """`interaction_step` for keys from `interaction_keys`; the context is read only where there is a diagonal.
 
     layout: as for `attention`, where devices share the rows.
     """
+    state, context, keys = masks.zero_padding(segment_ids, state, context, keys)
 
     def aggregate(queries):
         options = {
@@ -110,8 +116,18 @@ def interaction_step_from_keys(
 
 
 def interaction_step_cached(
-    state, context_cache, key_cache, w_q, diag, start, *, tau=None, positions=None, theta=10000.0, window=None
-):
+    state: jax.Array,
+    context_cache: jax.Array | None,
+    key_cache: jax.Array,
+    w_q: jax.Array,
+    diag: jax.Array | None,
+    start: jax.Array,
+    *,
+    tau: float | None = None,
+    positions: jax.Array | None = None,
+    theta: float = 10000.0,
+    window: int | None = None,
+) -> jax.Array:
     """`interaction_step` of n new tokens against a decode cache that already holds their keys.
 
     Args:
@@ -147,25 +163,29 @@ def _step(aggregate, state, dtype, w_q, positions, theta):
     return (step if diagonal is None else step + diagonal).astype(state.dtype)
 
 
-def elementwise_step(state, context, w_up, w_gate, *, activation="silu"):
+def elementwise_step(
+    state: jax.Array, context: jax.Array, w_up: jax.Array, w_gate: jax.Array, *, activation: str = "silu"
+) -> jax.Array:
     """Minus the gradient of `elementwise_energy` in the state, [B, L, D] in the dtype of state; arguments as there."""
     check_elementwise(state, context, w_up, w_gate)
     return elementwise_step_from_gate(state, elementwise_gate(context, w_gate), w_up, activation=activation)
 
 
-def elementwise_gate(context, w_gate):
+def elementwise_gate(context: jax.Array, w_gate: jax.Array) -> jax.Array:
     """W_gate h, [B, L, F] in the dtype of context: what the steps of a layer share."""
     return jnp.einsum("bld,df->blf", context, w_gate.astype(context.dtype))
 
 
-def elementwise_step_from_gate(state, gate, w_up, *, activation="silu"):
+def elementwise_step_from_gate(
+    state: jax.Array, gate: jax.Array, w_up: jax.Array, *, activation: str = "silu"
+) -> jax.Array:
     """`elementwise_step` for a gate from `elementwise_gate`."""
     w_up = w_up.astype(gate.dtype)
     hidden = gate * lookup(ACTIVATIONS, activation)(jnp.einsum("bld,df->blf", state.astype(gate.dtype), w_up))
     return jnp.einsum("blf,df->bld", hidden, w_up).astype(state.dtype)
 
 
-def precondition(vector, d, u=None, v=None):
+def precondition(vector: jax.Array, d: jax.Array, u: jax.Array | None = None, v: jax.Array | None = None) -> jax.Array:
     """(diag(softplus(d)) + U V^T + V U^T) vector (arXiv 2605.07588, section 2.3), without forming the matrix.
 
     Args:
@@ -188,7 +208,7 @@ def precondition(vector, d, u=None, v=None):
     return out.astype(vector.dtype)
 
 
-def preconditioner_margin(d, u=None, v=None):
+def preconditioner_margin(d: jax.Array, u: jax.Array | None = None, v: jax.Array | None = None) -> jax.Array:
     """Smallest eigenvalue of S^-1/2 P S^-1/2, S = diag(softplus(d)): P is positive definite exactly when it is above 0.
 
     Costs O(D R^2): with W = S^-1/2 [U, V] = Q R the low-rank part is Q (R J R^T) Q^T, J exchanging the two halves. At
@@ -204,7 +224,14 @@ def preconditioner_margin(d, u=None, v=None):
     return 1 + jnp.minimum(jnp.linalg.eigvalsh(swapped @ upper.T)[0], 0)
 
 
-def minimize(step, state, *, num_steps, step_size, precondition=None):
+def minimize(
+    step: Callable[[jax.Array], jax.Array],
+    state: jax.Array,
+    *,
+    num_steps: int,
+    step_size: float | jax.Array,
+    precondition: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
     """num_steps times state <- state + step_size * precondition(step(state)), by lax.scan.
 
     Args:
@@ -218,10 +245,11 @@ def minimize(step, state, *, num_steps, step_size, precondition=None):
       The state after the last step, same shape and dtype.
 
     Raises:
-      ValueError: num_steps is no integer or negative; a direction of another shape than the state.
+      ValueError: num_steps is no integer or negative; step_size is not finite (where its value is known, that is not
+        traced); a direction of another shape than the state.
     """
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int | np.integer) or num_steps < 0:
-        raise ValueError(f"{num_steps=} must be an integer, at least 0")
+    check_num_steps(num_steps)
+    check_step_size(step_size)
 
     def body(state, _):
         direction = step(state)

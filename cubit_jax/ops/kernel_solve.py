@@ -2,39 +2,44 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from cubit_jax.ops import dispatch
-from cubit_jax.ops.attention import check, dense_weights
+from cubit_jax.ops import dispatch, masks
+from cubit_jax.ops.attention import dense_weights
 from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.blockwise.kernel_solve import kernel_solve_xla
+from cubit_jax.ops.checks import check_block_size, check_rows, check_scale, check_system
 from cubit_jax.ops.context_parallel import solve as context
+from cubit_jax.ops.context_parallel.layout import Layout
+from cubit_jax.ops.overflow import spare_other_rows
 
 
 def kernel_solve(
-    query,
-    key,
-    rhs,
+    query: jax.Array,
+    key: jax.Array,
+    rhs: jax.Array,
     *,
-    ridge=None,
-    beta=None,
-    segment_ids=None,
-    window=None,
-    scale=1.0,
-    block_size=None,
-    implementation=None,
-    layout=None,
-):
+    ridge: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    window: int | None = None,
+    scale: float = 1.0,
+    block_size: int | None = None,
+    implementation: str | None = None,
+    layout: Layout | None = None,
+) -> jax.Array:
     """Solves the system whose weights P are a row softmax of the visible scores scale * query_i . key_j.
 
     With ridge (Cubit, arXiv 2605.06501, eq. 13): (P + ridge I) u = rhs, row i sees itself.
     With beta (DeltaFormer, arXiv 2505.19488): (I + diag(beta) P) u = rhs, row i sees only the rows before it.
-    A row that sees nothing has P = 0: its u is rhs / ridge (0 if the ridge is 0), or rhs in the beta form.
+    A row that sees nothing has P = 0: its u is rhs / ridge (0 if the ridge is 0), or rhs in the beta form. What stands
+    in padding, even NaN, reaches no other row. A row that overflows reaches the rows that see it and no other (not
+    checked with a layout).
 
     Args:
       query, key: [B, L, H, K]; Cubit's r and rn, DeltaFormer's w and k.
       rhs: [B, L, H, V].
-      ridge: [H], at least 0. Exactly one of ridge and beta is given.
+      ridge: [H], finite and at least 0. Exactly one of ridge and beta is given. A traced ridge has no value to check:
+        below 0 the system may have no solution, and what is returned then is not finite or means nothing.
       beta: [B, L, H].
       segment_ids: [B, L] int or None; 0 is padding.
       window: int or None: i sees j only if i - j < window.
@@ -47,33 +52,47 @@ def kernel_solve(
       u, [B, L, H, V], float32 (float64 for float64 inputs) whatever the input dtype: it may be a thousand times rhs.
 
     Raises:
-      ValueError: malformed input. NotImplementedError: input the named implementation cannot do.
+      ValueError: malformed input; a ridge out of its range where its value is known, that is outside jit.
+      NotImplementedError: input the named implementation cannot do.
     """
-    window = check(query, key, rhs, segment_ids, window, layout)
-    batch, length, num_heads, _ = query.shape
-    if (ridge is None) == (beta is None):
-        raise ValueError(f"exactly one of ridge and beta must be given, got {ridge=} and {beta=}")
-    if ridge is not None and (ridge := jnp.asarray(ridge)).shape != (num_heads,):
-        raise ValueError(f"{ridge.shape=} must be [H] with {num_heads=}")
-    if beta is not None and (beta := jnp.asarray(beta)).shape != (batch, length, num_heads):
-        raise ValueError(f"{beta.shape=} must be [B, L, H] = {(batch, length, num_heads)}")
-    if block_size is not None and (not isinstance(block_size, int | np.integer) or block_size < 1):
-        raise ValueError(f"{block_size=} must be a positive integer")
+    window = check_rows(query, key, rhs, segment_ids, window, layout)
+    ridge, beta = check_system(query.shape, ridge, beta)
+    check_block_size(block_size)
+    scale = check_scale(scale)
+    query, key, real_rhs, beta = masks.zero_padding(segment_ids, query, key, rhs, beta)
     implementations = IMPLEMENTATIONS if layout is None else context.implementations(context.kernel_solve, layout)
-    return dispatch.run(
+    u = dispatch.run(
         "kernel_solve",
         implementations,
         implementation,
         query,
         key,
-        rhs,
+        real_rhs,
         ridge=ridge,
         beta=beta,
         segment_ids=segment_ids,
         window=window,
-        scale=float(scale),
+        scale=scale,
         block_size=block_size,
     )
+    if layout is None:
+        start = jnp.zeros(query.shape[:1], jnp.int32)
+        values = jnp.zeros_like(u)
+        u = spare_other_rows(
+            u, query, key, values, start, segment_ids, real_rhs, ridge, beta, window=window, scale=scale
+        )
+    return u if segment_ids is None else jnp.where((segment_ids != 0)[..., None, None], u, _of_padding(rhs, ridge, u))
+
+
+def _of_padding(rhs, ridge, u):
+    """The solution of a row that sees nothing, 0 where that is not finite: a gradient of 0 has to stay 0."""
+    rhs = jnp.where(jnp.isfinite(rhs), rhs, 0).astype(u.dtype)
+    if ridge is None:
+        return rhs
+    ridge = ridge.astype(u.dtype)[:, None]
+    positive = ridge > 0
+    fits = positive & (jnp.abs(rhs) < jnp.finfo(u.dtype).max * jnp.minimum(ridge, 1))
+    return jnp.where(fits, jnp.where(fits, rhs, 0) / jnp.where(positive, ridge, 1), 0)
 
 
 def _reference(query, key, rhs, *, ridge, beta, segment_ids, window, scale, block_size):
@@ -108,7 +127,16 @@ def _pallas(query, key, rhs, **kwargs):
     return kernel(query, key, rhs, interpret=interpret, **kwargs)
 
 
-def system_diagonal(query, key, ridge, *, segment_ids=None, window=None, scale=1.0, layout=None):
+def system_diagonal(
+    query: jax.Array,
+    key: jax.Array,
+    ridge: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    window: int | None = None,
+    scale: float = 1.0,
+    layout: Layout | None = None,
+) -> jax.Array:
     """P_ii + ridge, the diagonal of Cubit's system, in memory linear in L: near 0 the solution explodes.
 
     Args: as for kernel_solve. No gradient flows through the result.
@@ -116,7 +144,8 @@ def system_diagonal(query, key, ridge, *, segment_ids=None, window=None, scale=1
     Returns:
       [B, L, H], float32 (float64 for float64 inputs).
     """
-    window = check(query, key, key, segment_ids, window, layout)
+    window = check_rows(query, key, key, segment_ids, window, layout)
+    query, key = masks.zero_padding(segment_ids, query, key)
     query, key, ridge = jax.lax.stop_gradient((query, key, ridge))
     if layout is None:
         lse = _log_sum_exp(query, key, segment_ids=segment_ids, window=window, scale=float(scale))

@@ -1,10 +1,21 @@
-"""Which columns a row sees: the one definition that dense, blockwise and decoding code share."""
+"""Which columns a row sees, and the softmax over them.
 
+The one definition that dense, blockwise and decoding code share.
+"""
+
+import jax
 import jax.numpy as jnp
-import numpy as np
 
 
-def visible(row, column, row_segments=None, column_segments=None, *, window=None, strict=False):
+def visible(
+    row: jax.Array,
+    column: jax.Array,
+    row_segments: jax.Array | None = None,
+    column_segments: jax.Array | None = None,
+    *,
+    window: int | None = None,
+    strict: bool = False,
+) -> jax.Array:
     """Whether row i sees column j: causal, inside the sliding window, in the same segment, never padding.
 
     Args:
@@ -28,13 +39,35 @@ def visible(row, column, row_segments=None, column_segments=None, *, window=None
     return mask
 
 
-def check_masks(shape, segment_ids, window):
-    """Raises ValueError unless segment_ids fit arrays of shape [B, L, ...] and window is None or at least 1."""
-    if segment_ids is not None and np.shape(segment_ids) != shape[:2]:
-        raise ValueError(f"segment_ids.shape={np.shape(segment_ids)} must be [B, L] = {shape[:2]}")
-    if segment_ids is not None and not jnp.issubdtype(jnp.result_type(segment_ids), jnp.integer):
-        raise ValueError(f"segment_ids.dtype={jnp.result_type(segment_ids)} must be an integer type")
-    if window is None:
-        return
-    if isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1:
-        raise ValueError(f"{window=} must be a positive integer")
+def zero_padding(segment_ids: jax.Array | None, *arrays: jax.Array | None) -> list[jax.Array | None]:
+    """The arrays [B, L, ...] with 0 in rows of segment 0, whatever stands there, and no gradient to them.
+
+    A row of weights is 0 at padding, but 0 times NaN is NaN: padding has to be finite before it is multiplied.
+    """
+    if segment_ids is None:
+        return list(arrays)
+    real = segment_ids != 0
+    return [None if x is None else jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0) for x in arrays]
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax over the last axis where mask is True; a row without a True is 0, and safe to differentiate.
+
+    Args:
+      scores: [..., R, C] floating.
+      mask: bool, broadcastable to the shape of scores.
+    """
+    lowest = jnp.finfo(scores.dtype).min
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=lowest))
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)
+
+
+def masked_logsumexp(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """log sum exp over the last axis where mask; 0, and safe to differentiate, where a row has no True."""
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, where=mask, initial=jnp.finfo(scores.dtype).min))
+    shifted = jnp.where(mask, scores - top[..., None], 0)
+    total = jnp.sum(jnp.where(mask, jnp.exp(shifted), 0), axis=-1)
+    sees = jnp.any(mask, axis=-1)
+    return jnp.where(sees, jnp.where(sees, top, 0) + jnp.log(jnp.where(sees, total, 1)), 0)

@@ -1,6 +1,7 @@
 """Potentials of the element-wise energy (arXiv 2605.07588, section 2.2): Phi with Phi' = phi, for a gated MLP's phi."""
 
 import math
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ _SERIES = tuple(b / math.factorial(2 * n + 1) for n, b in enumerate(_BERNOULLI, 
 _NEAR_ZERO = 0.5
 
 
-def dilogarithm(y):
+def dilogarithm(y: jax.Array) -> jax.Array:
     """Li2(-y) = sum_k (-y)^k / k^2 for 0 <= y <= 1, to the last digits of y's own precision.
 
     The series is in w = log(1 + y): its terms shrink like (w / 2 pi)^2 < 0.013 on the interval, where the defining
@@ -24,7 +25,7 @@ def dilogarithm(y):
 
 
 @jax.custom_jvp
-def silu_potential(z):
+def silu_potential(z: jax.Array) -> jax.Array:
     """Phi(z) = z softplus(z) + Li2(-e^z) + pi^2 / 12, the integral of silu from 0 to z; any z.
 
     Never evaluates e^z for z > 0: Phi(z) = z^2 / 4 + sign(z) odd(|z|), where by the dilogarithm's inversion formula
@@ -47,12 +48,12 @@ def _silu_potential_jvp(primals, tangents):
     return silu_potential(z), jax.nn.silu(z) * dz
 
 
-def gelu_potential(z):
+def gelu_potential(z: jax.Array) -> jax.Array:
     """Phi(z) = ((z^2 - 1) CDF(z) + z PDF(z)) / 2 of the standard normal, an integral of exact gelu; Phi(0) = -1/4."""
     return ((z * z - 1) * jax.scipy.stats.norm.cdf(z) + z * jax.scipy.stats.norm.pdf(z)) / 2
 
 
-def relu_potential(z):
+def relu_potential(z: jax.Array) -> jax.Array:
     """Phi(z) = max(z, 0)^2 / 2."""
     return jnp.square(jax.nn.relu(z)) / 2
 
@@ -65,7 +66,7 @@ POTENTIALS = {"silu": silu_potential, "gelu": gelu_potential, "relu": relu_poten
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": _gelu, "relu": jax.nn.relu}
 
 
-def lookup(table, activation):
+def lookup(table: Mapping[str, Callable], activation: str) -> Callable:
     """The entry of POTENTIALS or ACTIVATIONS; an unknown name is a ValueError with the known ones and the nearest."""
     if activation not in table:
         raise ValueError(f"{activation=} must be one of {', '.join(table)}{did_you_mean(activation, table)}")

@@ -1,3 +1,4 @@
+import functools
 import logging
 
 import jax
@@ -83,3 +84,14 @@ def test_what_was_taken_is_recorded_where_asked():
             dispatch.run("third", CHOICES | {"xla": _cannot}, "xla", 1)
     dispatch.run("fourth", CHOICES, None, 1)
     assert taken == {"op": {"xla", "pallas"}, "other": {"reference"}}
+
+
+def test_the_solve_takes_no_kernel_on_a_gpu_before_it_has_run_on_one(monkeypatch):
+    choose = functools.partial(dispatch.run, "kernel_solve", CHOICES)
+    with dispatch.backend("gpu"):
+        assert choose(None, 1) == "xla"
+        assert choose("pallas", 1) == "pallas"
+        monkeypatch.setattr(dispatch, "UNPROVEN", {})
+        assert choose(None, 1) == "pallas"
+    with dispatch.backend("tpu"):
+        assert choose(None, 1) == "pallas"

@@ -19,7 +19,7 @@ from cubit_jax.ops import dispatch, masks
 from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.context_parallel import energy as context_energy
 from cubit_jax.ops.context_parallel import solve as context_parallel
-from cubit_jax.ops.energy import interaction_scores, join_rows, read_columns, split_rows
+from cubit_jax.ops.interaction import interaction_scores, read_columns
 
 _BLOCK = 128
 # Row blocks in a group share a static width. More groups waste less on invisible columns (1/8 of the square here) and
@@ -57,12 +57,8 @@ def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, wind
 def aggregate_rows(queries, state, keys, context, diag, mask, scale):
     """o, y of rows against columns; mask [I, J] or [B, I, J] is True where visible; a row that sees nothing gives 0."""
     scores = scale * interaction_scores(queries, state, keys, context, diag)
-    mask = jnp.expand_dims(mask, -3)
-    lowest = jnp.finfo(scores.dtype).min
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, where=mask, initial=lowest))
-    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return read_columns(weights / jnp.where(total == 0, 1, total), keys, context, diag)
+    weights = masks.masked_softmax(scores, jnp.expand_dims(mask, -3))
+    return read_columns(weights, keys, context, diag)
 
 
 def _reference(queries, state, keys, context, diag, *, segment_ids, window, scale):
@@ -74,9 +70,11 @@ def _reference(queries, state, keys, context, diag, *, segment_ids, window, scal
 def _xla(queries, state, keys, context, diag, *, segment_ids, window, scale):
     length = queries.shape[1]
     count = -(-length // _BLOCK)
-    rows = [None if a is None else split_rows(a, count) for a in (queries, state, segment_ids, jnp.arange(length))]
+    rows = [
+        None if a is None else tiles.split_rows(a, count) for a in (queries, state, segment_ids, jnp.arange(length))
+    ]
     o, y = _blockwise(_plan(count, rows[0].shape[2], length, window, scale), *rows, keys, context, segment_ids, diag)
-    return join_rows(o, length), join_rows(y, length)
+    return tiles.join_rows(o, length), tiles.join_rows(y, length)
 
 
 def _pallas(*args, **kwargs):

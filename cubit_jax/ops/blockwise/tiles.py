@@ -7,6 +7,7 @@ does not depend on the length, and nothing of size L x L exists.
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -84,6 +85,22 @@ def compute_dtype(*arrays):
 def precision(*arrays):
     """Of a product: the device's fastest, in which bfloat16 operands keep all their digits, or else full."""
     return lax.Precision.DEFAULT if all(x.dtype == jnp.bfloat16 for x in arrays) else lax.Precision.HIGHEST
+
+
+def split_rows(array: jax.Array, count: int) -> jax.Array:
+    """[B, L, ...] (or [L]) -> [count, B, ceil(L / count), ...], zero-padded: blocks of rows for a loop."""
+    axis = 0 if array.ndim == 1 else 1
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, -array.shape[axis] % count)
+    array = jnp.pad(array, padding)
+    shape = (*array.shape[:axis], count, array.shape[axis] // count, *array.shape[axis + 1 :])
+    return jnp.moveaxis(array.reshape(shape), axis, 0)
+
+
+def join_rows(blocks: jax.Array, length: int) -> jax.Array:
+    """The inverse of `split_rows` for [count, B, C, ...] -> [B, L, ...]."""
+    joined = jnp.moveaxis(blocks, 0, 1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
 
 
 def take(x, i):
@@ -234,6 +251,7 @@ def _inverse_of_diagonal_blocks(system, base):
     def substitute(k, inverse):
         row = lax.dynamic_slice_in_dim(inverse, k, 1, -2) * lax.dynamic_slice_in_dim(reciprocal, k, 1, -1)[..., None]
         column = lax.dynamic_slice_in_dim(blocks, k, 1, -1)
-        return jnp.where(index == k, row, inverse - jnp.where(index > k, column, 0) * row)
+        below = jnp.where(index > k, inverse - column * row, inverse)  # no product above: it could be 0 times infinity
+        return jnp.where(index == k, row, below)
 
     return lax.fori_loop(0, base, substitute, jnp.zeros_like(blocks) + jnp.eye(base, dtype=system.dtype))

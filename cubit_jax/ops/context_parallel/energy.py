@@ -17,7 +17,7 @@ from cubit_jax.ops import masks
 from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.context_parallel.layout import Layout
 from cubit_jax.ops.context_parallel.solve import Schedule
-from cubit_jax.ops.energy import interaction_scores, read_columns
+from cubit_jax.ops.interaction import interaction_scores, read_columns
 
 _ROWS = 1  # the dimension of the rows in the arrays here
 

@@ -22,7 +22,6 @@ def evaluate(
       folder: the workdir of train.
       text: glob of files to evaluate on, all of their text, in the place of the held-out part.
       num_recursions: T of Causal Energy Minimization layers; None is the number they were trained with.
-
       step: of the checkpoint: a number, "latest", or "best", the one with the lowest held-out loss.
 
     Returns:

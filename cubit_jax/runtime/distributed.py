@@ -2,6 +2,10 @@
 
 jax.distributed does the work: it connects the processes, notices a lost one, and agrees on a step to stop at. A program
 of one process touches none of it. Every host must see the same files.
+
+`in_turn`, `from_first`, `agree` and `barrier` use the key-value store of jax.distributed, not
+`jax.experimental.multihost_utils`, whose functions are collectives on the devices: those time out where one process
+waits for hours, as for the preparation of data, and need arrays.
 """
 
 import contextlib
@@ -13,6 +17,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from absl import flags, logging
@@ -26,10 +32,11 @@ _CONNECT_WITHIN = 300  # seconds until all processes must have been started
 _FAILURE = "cubit_jax/failure"
 _LOST = re.compile(r"Gloo|NCCL|[Cc]onnection|[Hh]eartbeat|Socket closed|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED")
 _AGAIN = "the same command, started again on all hosts, goes on from the last checkpoint"
+Result = TypeVar("Result")
 _ending, _closing = threading.Lock(), threading.Event()
 
 
-def define_flags():
+def define_flags() -> None:
     """Flags of a program that may be several processes."""
     flags.DEFINE_string(
         "coordinator_address",
@@ -48,7 +55,7 @@ def define_flags():
     )
 
 
-def run(main, stop_together=False):
+def run(main: Callable[[], None], stop_together: bool = False) -> None:
     """Calls `main()` as one of the processes that the flags or the cluster name; alone if they name none.
 
     An error of one process ends them all with its message and exit code 1, wherever they are.
@@ -75,12 +82,12 @@ def run(main, stop_together=False):
     watcher.join()
 
 
-def process_index():
+def process_index() -> int:
     """Number of this process in its run; unlike JAX's own it does not wait for the devices."""
     return global_state.process_id
 
 
-def require_one_process(program):
+def require_one_process(program: str) -> None:
     """Raises UserError if the cluster has started this program in several processes."""
     if (cluster := _cluster()) and (cluster[1] or 1) > 1:
         raise UserError(
@@ -88,7 +95,7 @@ def require_one_process(program):
         )
 
 
-def in_turn(fn, name):
+def in_turn(fn: Callable[[], Result], name: str) -> Result:
     """fn() on process 0, and when it has returned on all others: they find what it has written. `name` is unique."""
     if global_state.client is None:
         return fn()
@@ -102,7 +109,7 @@ def in_turn(fn, name):
     return result
 
 
-def from_first(value, name):
+def from_first(value: str, name: str) -> str:
     """The string that process 0 gives, on every process. `name` is unique."""
     if global_state.client is None:
         return value
@@ -111,7 +118,7 @@ def from_first(value, name):
     return global_state.client.blocking_key_value_get(f"cubit_jax/value/{name}", _WEEK)
 
 
-def agree(value, name):
+def agree(value: str, name: str) -> None:
     """Raises UserError if a process has another string than process 0. `name` is unique, and stands in the message."""
     if from_first(value, name) != value:
         raise UserError(
@@ -119,7 +126,7 @@ def agree(value, name):
         )
 
 
-def barrier(name):
+def barrier(name: str) -> None:
     """Returns when all processes have come here. `name` is unique."""
     if global_state.client is not None:
         global_state.client.wait_at_barrier(f"cubit_jax/{name}", _WEEK)

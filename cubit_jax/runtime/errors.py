@@ -1,6 +1,7 @@
 """Errors that are the user's to mend: one line, no traceback."""
 
 import contextlib
+from collections.abc import Iterator
 
 
 class UserError(Exception):
@@ -8,7 +9,7 @@ class UserError(Exception):
 
 
 @contextlib.contextmanager
-def named_errors(action, *kinds):
+def named_errors(action: str, *kinds: type[Exception]) -> Iterator[None]:
     """An OSError, or one of other `kinds`, that ends the block becomes a UserError: the action, and the reason."""
     try:
         yield

@@ -7,7 +7,7 @@ import tempfile
 from cubit_jax.runtime.errors import named_errors
 
 
-def write_atomically(path, content):
+def write_atomically(path: str | pathlib.Path, content: bytes) -> None:
     """Writes bytes to `path`, in a folder that is made, through a temporary file there; UserError if that fails."""
     path = pathlib.Path(path)
     with named_errors(f"cannot write {path}"):

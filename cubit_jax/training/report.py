@@ -1,6 +1,7 @@
 """What a run prints: what is about to happen, and what it has come to."""
 
 import os
+import shlex
 import shutil
 import sys
 from typing import Any
@@ -83,6 +84,7 @@ def report(run: Run, state: dict[str, Any], evaluation: dict[str, float] | None,
     if run.corpus.restored:
         bits = f"bits per byte {evaluation['eval/bits_per_byte']:.4f} (a bigram model of the same tokens: {bigram:.4f})"
     say(f"held-out    loss {evaluation['eval/loss']:.4f}, {bits}")
+    folder = shlex.quote(str(run.folder))
     other = "cubit" if set(run.model_config.mixers) == {"attention"} else "transformer"
     if sample is None:
         say("sample      none: a mixer of this model keeps no cache to decode with")
@@ -91,11 +93,11 @@ def report(run: Run, state: dict[str, Any], evaluation: dict[str, float] | None,
         lines = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in prompt + sample)
         say("sample\n    " + lines.replace("\n", "\n    "))
         arguments = f"--prompt='{prompt or 'The'}' --max_new_tokens=200"
-        generate = f"\n    {_python()} -m cubit_jax.generate --workdir={run.folder} {arguments}"
+        generate = f"\n    {_python()} -m cubit_jax.generate --workdir={folder} {arguments}"
     say(f"""next{generate}
-    {_python()} -m cubit_jax.evaluate --workdir={run.folder}
+    {_python()} -m cubit_jax.evaluate --workdir={folder}
     to compare, this command again with --config=configs/{other}.py and its size, and another --workdir
-    tensorboard --logdir={run.folder}   # pip install tensorboard""")
+    tensorboard --logdir={folder}   # pip install tensorboard""")
 
 
 def _sample(run, params, prompt):

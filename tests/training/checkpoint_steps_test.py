@@ -39,6 +39,7 @@ def test_the_last_and_the_best_are_kept(losses, keep, keep_best, removed):
 
 def test_steps_are_chosen_by_number_by_loss_and_by_age(tmp_path):
     make_steps(tmp_path, {9: 1.5, 10: 1.25, 100: 1.75, 110: None})
+    (tmp_path / "checkpoints/200").mkdir()  # passed over, as evaluate, generate and init_from find it
     assert steps.choose_step(tmp_path) == 110
     assert steps.choose_step(tmp_path, "best") == 10
     assert steps.choose_step(tmp_path, "9") == steps.choose_step(tmp_path, 9) == 9

@@ -154,6 +154,9 @@ def test_shipped_settings_shard_every_large_array(family):  # H09
         ("v9:2x2", ["v9:2x2", "v5e:2x4", "v5p:2x2x1", "gpu:h100x8"]),
         ("v5e", ["is not known", "v5e:2x4"]),
         ("gpu:k80x8", ["is not known", "gpu:h100x8"]),
+        ("a100:2x4", ["is not known", "gpu:a100x8"]),  # a GPU is no TPU, and no TPU is a GPU
+        ("gpu:v5ex8", ["is not known", "v5e:2x4"]),
+        ("gpu:b200x8", ["is not known", "gpu:h200x8"]),  # its peak is known, what its compiler needs is not
         ("gpu:h100x12", ["12 GPUs", "8 of a host"]),
     ],
 )

@@ -1,12 +1,16 @@
 """Which setting of a run would fit, when one does not: by an estimate that starts from what the compiler said."""
 
 import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
 
 _ROOM = 0.92  # share of a device's memory that an estimate may fill
 _FIELDS = ("seq_len", "batch_size", "accumulation_steps", "model.remat")
 
 
-def settings(config):
+def settings(config: ConfigDict) -> dict[str, Any]:
     """The fields of a config that memory depends on, beside the model and the mesh."""
     flat = {
         "seq_len": config.seq_len,
@@ -17,18 +21,21 @@ def settings(config):
     return {name: flat[name] for name in _FIELDS}
 
 
-def changed(config, values):
+def changed(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
     """A copy of the config with some fields, by their full names, changed."""
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(values)
     return config
 
 
-def as_flags(values):
+def as_flags(values: Mapping[str, Any]) -> str:
+    """{"mesh.fsdp": 4} -> "--config.mesh.fsdp=4"."""
     return " ".join(f"--config.{name}={value}" for name, value in values.items())
 
 
-def suggest(config, plans, state_bytes):
+def suggest(
+    config: ConfigDict, plans: Sequence[Any], state_bytes: Callable[[ConfigDict], tuple[int, int]]
+) -> tuple[dict[str, Any], int] | None:
     """({field: value}, estimated bytes) of the least change with which a run should fit, or None.
 
     Nearest first: recomputation, then more micro-batches, then parameters split further, then the sequence split.

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,13 +28,14 @@ class Traffic:
     sent: int = 0
     across: int = 0
 
-    def add(self, times, sent, spans):
+    def add(self, times: int, sent: float, spans: bool) -> None:
+        """Counts `times` collectives of `sent` bytes each; `spans` tells whether their groups span slices."""
         self.count += times
         self.sent += round(times * sent)
         self.across += round(times * sent) if spans else 0
 
 
-def traffic(text, slices):
+def traffic(text: str, slices: Sequence[int]) -> tuple[dict[str, Traffic], list[str]]:
     """({kind: Traffic} of the kinds that occur, the names of loops with collectives whose length is not known).
 
     A loop counts as many times as its condition or its annotation tells, one of unknown length once; all branches of a

@@ -27,16 +27,16 @@ class Topology:
 
     name: str
     platform: str
-    devices: list
+    devices: list[jax.Device]
     memory: int
     compiler: str
 
-    def group(self, device):
+    def group(self, device: jax.Device) -> int:
         """Which slice a TPU belongs to, or which host a GPU: between them the network is slow."""
         return device.process_index if self.platform == "gpu" else getattr(device, "slice_index", 0)
 
 
-def prepare():
+def prepare() -> None:
     """Keeps JAX on the CPU and libtpu from looking for TPUs; before JAX or libtpu look at the environment."""
     jax.config.update("jax_platforms", "cpu")
     for name, value in {
@@ -51,7 +51,7 @@ def prepare():
         os.environ.setdefault(name, value)
 
 
-def open_topology(name, num_slices=1):
+def open_topology(name: str, num_slices: int = 1) -> Topology:
     """The Topology of a name such as "v5e:16x16" or "gpu:h100x8", num_slices times.
 
     Raises UserError in one line: the name is unknown, or what compiles for it is not installed.

@@ -17,20 +17,20 @@ class StopRequest:
     Use as a context manager; `name` is the signal's name once there was one, else None.
     """
 
-    def __init__(self):
-        self.name = None
+    def __init__(self) -> None:
+        self.name: str | None = None
         self._together = jax.process_count() > 1
         self._numbers = (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT)
 
-    def __enter__(self):
+    def __enter__(self) -> "StopRequest":
         self._previous = {number: signal.signal(number, self._remember) for number in self._numbers}
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def at(self, step):
+    def at(self, step: int) -> str | None:
         """The name of the signal after which the run is to stop now, after `step` steps, else None.
 
         To be asked once a step, by all processes; they get the same answer.

@@ -13,7 +13,7 @@ from cubit_jax.model import LanguageModel, ModelConfig
 LENGTH, FIRST = 44, 17
 GROUPS = {mixer: pytest.mark.xdist_group(f"masks_{mixer}") for mixer in MIXERS}  # they share compiled functions
 BACKENDS = [
-    pytest.param(mixer, implementation, marks=group)
+    pytest.param(mixer, implementation, marks=[group, *([pytest.mark.full] if implementation == "reference" else [])])
     for mixer, group in GROUPS.items()
     for implementation in ("reference", "xla")
 ]
@@ -147,35 +147,43 @@ def test_padding_on_either_side_and_rows_of_padding(mixer, implementation, error
     assert_close(jax.tree.map(lambda leaf: 2 * leaf, gradient), twice, 1e-5, error)
 
 
+LONG, PREFIXES = 200, (1, 3, 7, 15, 31, 32, 33, 63, 64, 65, 127, 128)
+
+
+@functools.cache
+def suffixes(mixer):
+    """Tokens [1 + prefixes, L], rows that begin as the first one does, each token of which occurs once; their logits.
+
+    And position -> bool [V]: the tokens that the first row's logits there depend on, by gradient.
+    """
+    model, params = LanguageModel(make_config(mixer, "xla", vocab_size=256)), parameters(mixer, 256)
+    rng = np.random.default_rng(0)
+    tokens = np.tile(rng.permutation(256)[:LONG], (1 + len(PREFIXES), 1))
+    for row, prefix in enumerate(PREFIXES, 1):
+        tokens[row, prefix:] = rng.permutation(256)[: LONG - prefix]
+
+    @jax.jit
+    def run(position):
+        def output(table):
+            logits = model.apply({"params": {**params, "embed": {"embedding": table}}}, jnp.asarray(tokens))
+            return jnp.sum(jnp.sin(logits[0, position])), logits
+
+        gradient, logits = jax.grad(output, has_aux=True)(params["embed"]["embedding"])
+        return jnp.any(gradient != 0, axis=1), logits
+
+    return tokens, np.asarray(run(0)[1]), lambda position: np.asarray(run(position)[0])
+
+
 @pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=group) for mixer, group in GROUPS.items()])
 def test_prefixes_do_not_depend_on_suffixes(mixer, error):  # H12
-    length, prefixes = 200, (1, 3, 7, 15, 31, 32, 33, 63, 64, 65, 127, 128)
-    model = LanguageModel(make_config(mixer, "xla", vocab_size=256))
-    rng = np.random.default_rng(0)
-    tokens = np.tile(rng.permutation(256)[:length], (1 + len(prefixes), 1))
-    for row, prefix in enumerate(prefixes, 1):
-        tokens[row, prefix:] = rng.permutation(256)[: length - prefix]
-    logits = np.asarray(jax.jit(model.apply)({"params": parameters(mixer, 256)}, jnp.asarray(tokens)))
-    for row, prefix in enumerate(prefixes, 1):
+    _, logits, _ = suffixes(mixer)
+    for row, prefix in enumerate(PREFIXES, 1):
         assert error(logits[row, :prefix], logits[0, :prefix]) <= 1e-5
         assert np.abs(logits[row, prefix:] - logits[0, prefix:]).max() > 1e-2
 
 
 @pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=group) for mixer, group in GROUPS.items()])
 def test_gradient_of_an_output_stops_at_its_position(mixer):  # H12
-    # Every position has a token of its own, so that its row of the embedding table is its input.
-    length = 100
-    model, params = LanguageModel(make_config(mixer, "xla", vocab_size=256)), parameters(mixer, 256)
-    tokens = jnp.arange(length)[None]
-
-    @jax.jit
-    def input_gradient(position):
-        def output(table):
-            logits = model.apply({"params": {**params, "embed": {"embedding": table}}}, tokens)
-            return jnp.sum(jnp.sin(logits[0, position]))
-
-        return jax.grad(output)(params["embed"]["embedding"])
-
-    for position in (0, 31, 64, 99):
-        reached = np.any(np.asarray(input_gradient(position)) != 0, axis=1)
-        np.testing.assert_array_equal(np.flatnonzero(reached), np.arange(position + 1))
+    tokens, _, reached = suffixes(mixer)
+    for position in (0, 31, 64, 99, LONG - 1):
+        np.testing.assert_array_equal(np.flatnonzero(reached(position)), np.sort(tokens[0, : position + 1]))

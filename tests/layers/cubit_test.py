@@ -22,6 +22,11 @@ PER_HEAD = {
 VARIANTS = {"output": {}, "output_no_lrr": {"lrr": False}, "output_shared_reference": {"reference": "shared"}}
 
 
+def full(*arguments):
+    """A case of the full tier."""
+    return pytest.param(*arguments, marks=pytest.mark.full)
+
+
 def parameters(case, options, dtype):
     names = set(NAMES) | set(PER_HEAD)
     if options.get("lrr") is False:
@@ -140,9 +145,12 @@ def check(case, variant, implementation, dtype, forward_limit, gradient_limit, e
 @pytest.mark.parametrize(
     "name, implementation, variant",
     [
-        *((name, "xla", "output") for name in CASES),
-        *((name, "reference", "output") for name in CASES[1::2]),
-        *((name, "xla", variant) for name in CASES[:4:3] for variant in ("output_no_lrr", "output_shared_reference")),
+        *((name, "xla", "output") for name in CASES[2:4]),
+        ("cubit_mixer_3", "reference", "output"),
+        *(("cubit_mixer_3", "xla", variant) for variant in ("output_no_lrr", "output_shared_reference")),
+        *(full(name, "xla", "output") for name in (*CASES[:2], CASES[4])),
+        full("cubit_mixer_1", "reference", "output"),
+        *(full("cubit_mixer_0", "xla", variant) for variant in ("output_no_lrr", "output_shared_reference")),
     ],
 )
 def test_equals_reference_arrays_and_dense_gradients(  # H04
@@ -163,7 +171,8 @@ def test_options_equal_reference_arrays(name, golden, error):
 
 
 @pytest.mark.parametrize(
-    "name, implementation", [("cubit_mixer_3", "reference"), *((name, "xla") for name in CASES[2:])]
+    "name, implementation",
+    [("cubit_mixer_3", "xla"), full("cubit_mixer_3", "reference"), *(full(name, "xla") for name in CASES[2::2])],
 )
 def test_float64(name, implementation, golden, dense_gradients, error):
     expected = dense_gradients(name, "output")

@@ -281,10 +281,7 @@ TOKENIZERS = [
     _tokenizer("JSON, but not a tokenizer", write("t.json", '{"model": 1}')),
     _tokenizer("a file that was cut", _cut),
     _tokenizer("a word list that does not know most words", _words(**{"<unk>": 0}), code=0, says="bits per byte"),
-    _tokenizer(
-        "a normaliser that makes letters small",
-        _changed(_lowercase),
-    ),
+    _tokenizer("a normaliser that makes letters small", _changed(_lowercase), code=0, says="bits per byte"),
     _tokenizer("dropout=0.3", _changed(_dropout), code=0, says="switched off"),
     Case(
         "Tokenizers",

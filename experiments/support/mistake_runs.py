@@ -123,7 +123,7 @@ RUNS = [
         micro=True,
         files=_other_text,
         code=0,
-        says="tokenizer",
+        says="^done",
     ),
     Case("Runs and checkpoints", "train", ("--config.init_from={shared}/texts",), "not a run", micro=True),
     Case(

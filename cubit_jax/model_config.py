@@ -83,6 +83,10 @@ class ModelConfig:
             raise ValueError(f"model.window={self.window} must be at least 1, or None to see everything")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+        if not 0 < self.rope_theta < float("inf"):
+            raise ValueError(f"model.rope_theta={self.rope_theta} must be above 0 and finite")
+        if not 0 <= self.norm_eps < float("inf"):
+            raise ValueError(f"model.norm_eps={self.norm_eps} must be at least 0 and finite")
         if not self.mixers or self.num_layers % len(self.mixers):
             raise ValueError(
                 f"model.mixers={self.mixers} has {len(self.mixers)} names, which must divide "

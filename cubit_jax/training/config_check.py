@@ -1,5 +1,6 @@
 """The check of a whole run's config: every field by itself, then against the devices."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -36,6 +37,9 @@ def check(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> tu
 
 def check_values(config: ConfigDict) -> ModelConfig:
     """The model of a run's config; ValueError in one line that names the field if a value is wrong by itself."""
+    for name, value in _numbers(config):
+        if math.isnan(value):
+            raise ValueError(f"{name}={value} is not a number")
     for name in _AT_LEAST_1:
         if config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")
@@ -54,6 +58,15 @@ def check_values(config: ConfigDict) -> ModelConfig:
     model_config = ModelConfig.from_config(config)
     optimizer.check(config)
     return model_config
+
+
+def _numbers(config, prefix=""):
+    """Yields (name, value) of every field that is a float."""
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _numbers(value, f"{prefix}{name}.")
+        elif isinstance(value, float):
+            yield prefix + name, value
 
 
 def make_mesh(

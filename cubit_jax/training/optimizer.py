@@ -18,7 +18,10 @@ def check(config):
     for name in ("warmup_steps", "weight_decay"):
         if not optimizer[name] >= 0:
             raise ValueError(f"optimizer.{name}={optimizer[name]} must be at least 0")
-    for name in ("b1", "b2", "end_fraction", "decay_fraction"):
+    for name in ("b1", "b2"):  # 1 divides by zero when the moments are corrected for their start
+        if not 0 <= optimizer[name] < 1:
+            raise ValueError(f"optimizer.{name}={optimizer[name]} must be at least 0 and below 1")
+    for name in ("end_fraction", "decay_fraction"):
         if not 0 <= optimizer[name] <= 1:
             raise ValueError(f"optimizer.{name}={optimizer[name]} must be between 0 and 1")
 

@@ -1,0 +1,31 @@
+"""Values beyond a field's limits are one line before anything begins (found by the fuzz test)."""
+
+import math
+
+import pytest
+
+from cubit_jax.training.config_check import check_values
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.rope_theta", -1.0),
+        ("model.rope_theta", 0.0),
+        ("model.rope_theta", math.inf),
+        ("model.norm_eps", -1.0),
+        ("optimizer.b1", 1.0),
+        ("optimizer.b2", 1.0),
+        ("optimizer.b2", -0.5),
+    ],
+)
+def test_a_value_beyond_the_limits_is_named(micro_config, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} must be ") as error:
+        check_values(micro_config("transformer", **{name: value}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["data.heldout_fraction", "optimizer.weight_decay", "model.norm_eps", "model.dropout"])
+def test_what_is_not_a_number_is_named(micro_config, name):  # nan is not equal to itself: nothing may compare it first
+    with pytest.raises(ValueError, match=f"{name}=nan is not a number"):
+        check_values(micro_config("transformer", **{name: math.nan}))

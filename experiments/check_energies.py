@@ -17,6 +17,7 @@ code 1 if a number is off.
 import importlib
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from experiments.support import energy_checks
 _COLUMNS = ("layer", "option", "preconditioner", "T", "update", "gradient", "before", "after", "small step", "")
 
 
-def define_flags():
+def define_flags() -> None:
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_string("energy", None, "An energy of your own, as MODULE:FUNCTION; default: the layers here.")
     flags.DEFINE_string("step", None, "Its hand-derived step, as MODULE:FUNCTION.")
@@ -37,7 +38,7 @@ def define_flags():
     flags.DEFINE_integer("seed", 0, "Of parameters and inputs.")
 
 
-def load(flag, path):
+def load(flag: str, path: str) -> Callable:
     """The function that MODULE:FUNCTION names; a UserError says what is wrong with it."""
     module, colon, name = path.partition(":")
     if not colon or not name:
@@ -52,7 +53,9 @@ def load(flag, path):
     return found
 
 
-def user_cases(energy_path, step_path, params_path, seed):
+def user_cases(
+    energy_path: str, step_path: str | None, params_path: str | None, seed: int
+) -> Iterator[energy_checks.Case]:
     """The cases of the flags; a UserError where the functions do not fit."""
     energy = load("energy", energy_path)
     step = load("step", step_path) if step_path else None
@@ -72,7 +75,7 @@ def user_cases(energy_path, step_path, params_path, seed):
     return energy_checks.user_cases(energy_path, energy, step, params, seed)
 
 
-def report(cases, seed):
+def report(cases: Iterable[energy_checks.Case], seed: int) -> int:
     """Prints the table and returns the number of cases that are off."""
     print(_line(_COLUMNS))
     worst, failed, count = 0.0, 0, 0
@@ -98,7 +101,7 @@ def report(cases, seed):
     return failed
 
 
-def report_built_in(seed):
+def report_built_in(seed: int) -> int:
     """What concerns the layers here only: size, and the preconditioner's sign. Returns the number that are off."""
     failed = 0
     for name, size, ordinary, share in energy_checks.parameter_shares():
@@ -121,7 +124,7 @@ def _line(cells):
     )
 
 
-def main():
+def main() -> int:
     values = flags.FLAGS
     if not values.energy and (values.step or values.params):
         raise UserError("--step and --params belong to an --energy: give --energy=MODULE:FUNCTION too")

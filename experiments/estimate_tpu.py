@@ -39,7 +39,7 @@ WINDOW = 1024
 PASSES = ("forward", "backward")
 
 
-def define_flags():
+def define_flags() -> None:
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_list("chips", list(CHIPS), f"Chips, of {', '.join(CHIPS)}.")
     flags.DEFINE_list("lengths", ["4096"], "Sequence lengths.")
@@ -58,7 +58,7 @@ def define_flags():
     flags.DEFINE_string("case", None, "For the program itself: compile this one case.")
 
 
-def compile_case(case):
+def compile_case(case: dict) -> None:
     """Compiles one case for its chip and prints {operation: cycles}."""
     import jax
     import jax.numpy as jnp
@@ -121,13 +121,13 @@ def compile_case(case):
     print(json.dumps(operations(compiled.as_text())))
 
 
-def operations(text):
+def operations(text: str) -> dict[str, int]:
     """{operation: estimated cycles} of the entry computation of a compiled module's text."""
     entry = text[text.index("\nENTRY ") :]
     return {name: int(cycles) for name, cycles in re.findall(r'%?([\w.-]+) = .*?"estimated_cycles":"(\d+)"', entry)}
 
 
-def estimate(case, timeout):
+def estimate(case: dict, timeout: int) -> dict[str, int] | str:
     """{operation: cycles} of one case, or the error that ended its process."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
@@ -153,7 +153,7 @@ def estimate(case, timeout):
         return json.loads(done.stdout.splitlines()[-1])
 
 
-def parts(case, cycles):
+def parts(case: dict, cycles: dict[str, int]) -> tuple[int, int, int]:
     """(cycles of the kernels of the pass, of everything in the pass, of the kernels of the other pass)."""
     kernels, others, rest = 0, 0, 0
     for operation, count in cycles.items():
@@ -167,7 +167,7 @@ def parts(case, cycles):
     return kernels, kernels + rest, others
 
 
-def row(case, cycles, flash):
+def row(case: dict, cycles: dict[str, int] | str, flash: dict) -> str:
     """A line of the table; flash: {block sizes: cycles of its kernels} as far as they are estimated."""
     blocks = ",".join(map(str, case["blocks"])) if case["blocks"] else "in use"
     line = f"{case['chip']:6} {case['length']:6} {case['name']:22} {case['pass']:9} {blocks:22}"
@@ -180,7 +180,7 @@ def row(case, cycles, flash):
     return line.rstrip()
 
 
-def main():
+def main() -> None:
     options = flags.FLAGS
     if options.case:
         compile_case(json.loads(options.case))

@@ -16,7 +16,9 @@ differences; writes OUTPUT.json and OUTPUT.png. "exact" is the posterior mean of
 import itertools
 import json
 import math
+import pathlib
 import time
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ _QUICK = {"seeds": 2, "steps": 150, "test_functions": 200, "recursions": ["1", "
 _T_QUANTILE = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def define_flags():
+def define_flags() -> None:
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_list("recursions", ["1", "2", "4", "8"], "Values of T.")
     flags.DEFINE_integer("seeds", 4, "Models of each kind.", lower_bound=2, upper_bound=10)
@@ -81,7 +83,7 @@ class Regressor(nn.Module):
         return CEMMLP(MLP_DIM, num_recursions=self.recursions, name=name)
 
 
-def draw(key, count):
+def draw(key: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """Tokens [count, L, 4], noisy values y and values f [count, L], and the process's own prediction [count, L]."""
     keys = jax.random.split(key, 3)
     x = jax.random.uniform(keys[0], (count, NUM_POINTS), minval=-EXTENT, maxval=EXTENT)
@@ -94,7 +96,7 @@ def draw(key, count):
     return jnp.stack([x, *before], axis=-1), y, f, exact
 
 
-def cholesky(matrices):
+def cholesky(matrices: jax.Array) -> jax.Array:
     """The lower factors of [B, N, N], column by column.
 
     Not LAPACK's: on a CPU two batches of factorizations in one program may each wait for the other's thread for ever.
@@ -108,7 +110,7 @@ def cholesky(matrices):
     return jax.lax.fori_loop(0, matrices.shape[-1], column, (matrices, jnp.zeros_like(matrices)))[1]
 
 
-def posterior_mean(covariance, y):
+def posterior_mean(covariance: jax.Array, y: jax.Array) -> jax.Array:
     """Of each point given those before it, [B, N]: sum_{j<i} C_ij z_j with C C^T = covariance [B, N, N] and C z = y."""
     factors = cholesky(covariance)
 
@@ -120,10 +122,10 @@ def posterior_mean(covariance, y):
     return jax.lax.fori_loop(0, y.shape[-1], substitute, (jnp.zeros_like(y), jnp.zeros_like(y)))[0]
 
 
-def make_train(model, *, batch, steps, learning_rate):
+def make_train(model: nn.Module, *, batch: int, steps: int, learning_rate: float) -> tuple[Callable, Callable]:
     """start: seeds -> carry, and advance: (carry, first, last) -> (carry, mean loss of steps first .. last - 1).
 
-    One model a seed, trained side by side; carry[0] holds their parameters.
+    One model per seed, trained side by side; carry[0] holds their parameters.
     """
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, max(steps // 10, 1), steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=1e-3))
@@ -153,8 +155,8 @@ def make_train(model, *, batch, steps, learning_rate):
     return jax.jit(jax.vmap(start)), jax.jit(jax.vmap(advance, in_axes=(0, None, None)))
 
 
-def train(name, model, *, seeds, steps, batch, learning_rate):
-    """The parameters of one model a seed, and their mean losses in the last tenth of the steps; says how it goes."""
+def train(name: str, model: nn.Module, *, seeds: int, steps: int, batch: int, learning_rate: float) -> tuple:
+    """The parameters of one model per seed, and their mean losses in the last tenth of the steps; says how it goes."""
     start, advance = make_train(model, batch=batch, steps=steps, learning_rate=learning_rate)
     carry = start(jnp.arange(seeds))
     begin = time.perf_counter()
@@ -169,7 +171,7 @@ def train(name, model, *, seeds, steps, batch, learning_rate):
     return carry[0], losses
 
 
-def rmse_by_position(model, params, test):
+def rmse_by_position(model: nn.Module, params, test: tuple[jax.Array, ...]) -> np.ndarray:
     """[seeds, L] against the noiseless function."""
     tokens, _, f, _ = test
 
@@ -181,22 +183,22 @@ def rmse_by_position(model, params, test):
     return np.stack([one(jax.tree.map(lambda a, i=i: a[i], params)) for i in range(len(jax.tree.leaves(params)[0]))])
 
 
-def total(by_position):
+def total(by_position: np.ndarray) -> np.ndarray:
     """RMSE over all positions: [..., L] -> [...]."""
     return np.sqrt(np.mean(np.square(by_position), axis=-1))
 
 
-def interval(values):
+def interval(values: np.ndarray) -> tuple[float, float]:
     """(mean, half the width of its 95 % confidence interval) of independent values."""
     return float(np.mean(values)), float(_T_QUANTILE[len(values) - 1] * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def parameter_count(model):
+def parameter_count(model: nn.Module) -> int:
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, NUM_POINTS, 4)))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def experiment(recursions, path, **settings):
+def experiment(recursions: list[int], path: pathlib.Path, **settings) -> dict:
     """Trains and measures all models; returns what goes to the JSON file at `path`.
 
     A model's numbers are written as soon as they are known, and those already there are kept: a run that was stopped
@@ -235,11 +237,11 @@ def experiment(recursions, path, **settings):
     return record
 
 
-def write(path, record):
+def write(path: pathlib.Path, record: dict) -> None:
     write_atomically(path, (json.dumps(record, indent=2) + "\n").encode())
 
 
-def finished(path, settings):
+def finished(path: pathlib.Path, settings: dict) -> dict:
     """{name: numbers} of the models that an earlier run with these settings has finished."""
     if not path.exists():
         return {}
@@ -254,7 +256,7 @@ def finished(path, settings):
     return results
 
 
-def table(record):
+def table(record: dict) -> Iterator[str]:
     """The lines of a Markdown table: a model, its parameters, its RMSE."""
     yield "| model | parameters | RMSE, 95 % interval | seconds |"
     yield "| --- | --- | --- | --- |"
@@ -263,7 +265,7 @@ def table(record):
     yield f"| exact posterior | | {record['exact']:.4f} | |"
 
 
-def differences(results, recursions):
+def differences(results: dict, recursions: list[int]) -> dict[str, tuple[float, float]]:
     """What each larger T changes in RMSE, paired by seed: {"T=1 to T=2": [mean, half width of the interval]}."""
 
     def seeds(t):
@@ -275,8 +277,8 @@ def differences(results, recursions):
     return {f"T={a} to T={b}": interval(seeds(b) - seeds(a)) for a, b in pairs}
 
 
-def conclusion(differences):
-    """One sentence a pair of depths, on whether the larger has the lower RMSE beyond what seeds explain."""
+def conclusion(differences: dict[str, tuple[float, float]]) -> Iterator[str]:
+    """One sentence per pair of depths, on whether the larger has the lower RMSE beyond what seeds explain."""
     for name, (mean, half) in differences.items():
         verdict = "undecided"
         if abs(mean) > half:
@@ -284,7 +286,7 @@ def conclusion(differences):
         yield f"{name}: {mean:+.4f} ± {half:.4f}, {verdict}"
 
 
-def plot(record, path):
+def plot(record: dict, path: pathlib.Path) -> None:
     """RMSE against T, and against the number of points seen."""
     figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(10, 4))
     deep = {int(name.removeprefix("CEM T=")): r for name, r in record["results"].items() if name.startswith("CEM")}

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 from absl import flags
 
@@ -45,7 +46,7 @@ BENCHMARK = ((2048, 16, 128), (8192, 16, 128), (8192, 16, 64), (32768, 8, 128)) 
 SIZES = ((64, 4, 4, 4, 2), (64, 8, 8, 8, 2), (64, 4, 8, 4, 3), (64, 4, 8, 8, 1), (32, 4, 4, 4, 2))
 
 
-def define_flags():
+def define_flags() -> None:
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_string("output", "gpu_check.json", "The JSON file to write.")
     flags.DEFINE_bool("smoke", False, "Tiny shapes in Pallas' interpreter on a CPU: checks this script.")
@@ -54,12 +55,13 @@ def define_flags():
     flags.DEFINE_enum("stage", None, list(STAGES), "For the script itself: run one stage, print its results.")
 
 
-def write_line(record):
+def write_line(record: dict) -> None:
     """One result of a stage, which the parent reads also if the stage is stopped later."""
     print("RESULT " + json.dumps(record), flush=True)
 
 
-def compiled_solve(problem, direction):
+def compiled_solve(problem, direction: str) -> Callable:
+    """The solve by its kernel, compiled: a function of no arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -68,7 +70,7 @@ def compiled_solve(problem, direction):
     return lambda: program(inputs, cotangent)
 
 
-def in_float32(problem):
+def in_float32(problem) -> tuple:
     """(output, gradients) of all rows by xla in float32 from the same rounded inputs: linear in memory."""
     import jax
     import jax.numpy as jnp
@@ -78,7 +80,8 @@ def in_float32(problem):
         return jax.device_get(jax.jit(problem.program("xla", "forward+backward"))(inputs, cotangent))
 
 
-def first(smoke):
+def first(smoke: bool) -> None:
+    """One small solve against the reference."""
     from experiments.support import problems
 
     length, head_dim = (40, 16) if smoke else (250, 64)
@@ -89,7 +92,8 @@ def first(smoke):
     )
 
 
-def correct(smoke):
+def correct(smoke: bool) -> None:
+    """Value and gradients of every case; the same bits in repeated runs."""
     import jax
     import numpy as np
 
@@ -115,7 +119,8 @@ def correct(smoke):
         write_line(record)
 
 
-def benchmark(smoke):
+def benchmark(smoke: bool) -> None:
+    """Times beside XLA and attention."""
     from experiments.support import cases, problems
 
     for length, heads, head_dim in ((40, 1, 16),) if smoke else BENCHMARK:
@@ -136,7 +141,8 @@ def benchmark(smoke):
             write_line(record)
 
 
-def sizes(smoke):
+def sizes(smoke: bool) -> None:
+    """Times with other block sizes."""
     from experiments.support import cases, problems
     from pallas_kernels.kernel_solve_gpu import BlockSizes
 
@@ -157,7 +163,7 @@ def sizes(smoke):
         write_line({"sizes": name} | dataclasses.asdict(candidates[name]) | case.record())
 
 
-def fla(smoke):
+def fla(smoke: bool) -> None:
     """DeltaFormer's u by flash-linear-attention. Its batch dimension is a loop, so B = 1; bfloat16, as above."""
     try:
         import torch
@@ -195,7 +201,7 @@ def fla(smoke):
             )
 
 
-def run_stage(name, smoke):
+def run_stage(name: str, smoke: bool) -> None:
     """One stage, in the child process."""
     from cubit_jax.ops import dispatch
 
@@ -207,7 +213,7 @@ def run_stage(name, smoke):
         stage(smoke)
 
 
-def start_stage(name, seconds, smoke):
+def start_stage(name: str, seconds: float, smoke: bool) -> dict:
     """Runs a stage as a child for at most `seconds`: {"seconds", "failure", "results"}."""
     environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if smoke else {})
     command = [sys.executable, "-m", "experiments.gpu_check", f"--stage={name}"] + ["--smoke"] * smoke
@@ -229,7 +235,7 @@ def start_stage(name, seconds, smoke):
     return {"seconds": round(time.monotonic() - start, 1), "failure": failure, "results": results}
 
 
-def describe():
+def describe() -> dict:
     """The device and versions, asked in a child: the parent must not hold the GPU's memory."""
     code = (
         "import json, jax; d = jax.devices()[0]; print(json.dumps({'device': d.device_kind, 'platform': d.platform,"
@@ -241,7 +247,7 @@ def describe():
     return json.loads(found.stdout.strip().splitlines()[-1])
 
 
-def main():
+def main() -> int | None:
     options = flags.FLAGS
     if options.stage:
         run_stage(options.stage, options.smoke)

@@ -36,7 +36,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 _BEGIN = "<!-- rows of docs/plan.jsonl, by experiments/plan_table.py -->\n"
 
 
-def define_flags():
+def define_flags() -> None:
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_list("rows", None, "Rows FAMILY:SIZE/LENGTH/TOPOLOGY; without it those named in this file.")
     flags.DEFINE_float("minutes", None, "No row is begun later than this.")
@@ -46,7 +46,7 @@ def define_flags():
     flags.DEFINE_string("table", str(ROOT / "docs" / "plan.md"), "The table, after the line that begins it.")
 
 
-def rows():
+def rows() -> list[tuple[str, int, str]]:
     """Every (family:size, length, topology), the most asked for first: whole pods, the ends of the table, the rest."""
 
     def all_of(sizes, lengths, topologies):
@@ -59,7 +59,7 @@ def rows():
     return list(dict.fromkeys(every))
 
 
-def parse(row):
+def parse(row: str) -> tuple[str, int, str]:
     """(family:size, length, topology) of a value of --rows."""
     if not re.fullmatch(r"\w+:\w+/\d+/\w+:\w+", row):
         raise UserError(f"--rows={row}: give FAMILY:SIZE/LENGTH/TOPOLOGY, as cubit:1p3b/8192/v5p:4x4x8")
@@ -67,7 +67,7 @@ def parse(row):
     return name, int(length), topology
 
 
-def make(name, length, topology, tries):
+def make(name: str, length: int, topology: str, tries: int) -> dict:
     """One row: the plan as cubit_jax.plan gives it, or the error that ended it."""
     row = {"config": name, "seq_len": length, "topology": topology}
     family, _, size = name.partition(":")
@@ -94,7 +94,7 @@ def make(name, length, topology, tries):
     return row | {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
 
 
-def line(row):
+def line(row: dict) -> str:
     """The row in Markdown."""
     cells = [row["config"], row["topology"], f"{row['seq_len']}"]
     if "error" in row:
@@ -115,14 +115,14 @@ def line(row):
     return f"| {' | '.join(cells)} |"
 
 
-def read(store):
+def read(store: pathlib.Path) -> dict[tuple[str, int, str], dict]:
     """{(config, length, topology): row}, the last of each; without a line that a killed process left unfinished."""
     lines = store.read_text().splitlines(keepends=True) if store.exists() else ()
     rows = [json.loads(text) for text in lines if text.endswith("\n")]
     return {(row["config"], row["seq_len"], row["topology"]): row for row in rows}
 
 
-def write_table(known, path):
+def write_table(known: dict[tuple[str, int, str], dict], path: pathlib.Path) -> None:
     """docs/plan.md, whose text before the table stays."""
     text = path.read_text().partition(_BEGIN)[0] if path.exists() else ""
     titles = [
@@ -153,7 +153,7 @@ def write_table(known, path):
     path.write_text(text + _BEGIN + "\n".join(lines + [line(row) for row in sorted(known.values(), key=place)]) + "\n")
 
 
-def main():
+def main() -> None:
     values = flags.FLAGS
     store, table = pathlib.Path(values.store), pathlib.Path(values.table)
     store.parent.mkdir(exist_ok=True)

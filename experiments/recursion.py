@@ -26,7 +26,7 @@ from experiments.support.options import integers, output_files
 from experiments.support.timing import environment
 
 
-def define_flags():
+def define_flags() -> None:
     """In a function, so that several of these programs can be imported into one process."""
     flags.DEFINE_string("workdir", None, "Folder of a run whose model has CEM layers, as given to train.")
     flags.DEFINE_list("recursions", ["0", "1", "2", "3", "4", "6", "8"], "Values of T.")
@@ -108,7 +108,7 @@ def plot(results: dict[int, dict], trained_with: int, path) -> None:
     plots.save(figure, path)
 
 
-def main():
+def main() -> None:
     values = flags.FLAGS
     recursions = integers("recursions", values.recursions, lowest=0)
     json_path, png_path = output_files(values.output or os.path.join(values.workdir, "recursion"))

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from cubit_jax import ops
 from cubit_jax.layers import CEMMLP, Attention, CEMAttention, GatedMLP
@@ -70,13 +71,13 @@ class Result:
     leak: float
 
     @property
-    def failures(self):
+    def failures(self) -> list[str]:
         limits = {"update": UPDATE_LIMIT, "gradient": GRADIENT_LIMIT, "small_step": 0.0, "leak": 0.0}
         wrong = [name for name, limit in limits.items() if not getattr(self, name) <= limit]
         return wrong + [name for name in ("before", "after") if not np.isfinite(getattr(self, name))]
 
 
-def measure(case, seed=0):
+def measure(case: Case, seed: int = 0) -> Result:
     """The Result of a case, in the precision of its arrays."""
     keys = jax.random.split(jax.random.key(seed), 4)
 
@@ -98,7 +99,7 @@ def measure(case, seed=0):
     )
 
 
-def relative(actual, expected):
+def relative(actual: jax.Array, expected: jax.Array) -> float:
     """max|a - b| / max|b|."""
     return float(jnp.max(jnp.abs(actual - expected)) / jnp.max(jnp.abs(expected)))
 
@@ -138,13 +139,14 @@ def _leak(case, key):
     return float(jnp.maximum(jnp.max(jnp.abs(of_state[:, others])), jnp.max(jnp.abs(of_context[:, row + 1 :]))))
 
 
-def random_like(key, tree):
+def random_like(key: jax.Array, tree: Any) -> Any:
+    """Standard normal arrays of the shapes and types of a tree's."""
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(structure, [jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves)])
 
 
-def built_in_cases(seed=0):
+def built_in_cases(seed: int = 0) -> Iterator[Case]:
     """Every option of the two CEM layers: interaction or activation, preconditioner, number of recursions."""
     for kind, choices in (("attention", INTERACTIONS), ("mlp", POTENTIALS)):
         for choice, preconditioner, recursions in itertools.product(choices, PRECONDITIONERS, RECURSIONS):
@@ -202,7 +204,9 @@ def _minimize(layer, params, direction, h):
     return jax.lax.fori_loop(0, layer.num_recursions, step, h) - h
 
 
-def user_cases(name, energy, step, params, seed=0, step_size=0.1):
+def user_cases(
+    name: str, energy: Callable, step: Callable | None, params: tuple, seed: int = 0, step_size: float = 0.1
+) -> Iterator[Case]:
     """Cases of an energy(x, h, *params) -> [B, L]; step(x, h, *params) -> [B, L, D] or None is minus its gradient."""
     h = jax.random.normal(jax.random.key(seed), (BATCH, LENGTH, MODEL_DIM), jnp.float64)
     step = step or ops.descent_direction(energy)
@@ -221,7 +225,7 @@ def user_cases(name, energy, step, params, seed=0, step_size=0.1):
         )
 
 
-def parameter_shares():
+def parameter_shares() -> list[tuple[str, int, int, float]]:
     """(layer, its parameters without step size and diagonal, those of the ordinary layer, the share it should have)."""
     model_dim, heads, head_dim, mlp_dim = 768, 12, 64, 2048
     attention = CEMAttention(heads, head_dim, interaction="lowrank", step_size=1.0, learn_step_size=False)
@@ -232,7 +236,7 @@ def parameter_shares():
     ]
 
 
-def layer_size(layer, model_dim):
+def layer_size(layer: nn.Module, model_dim: int) -> int:
     """The number of parameters that a layer's init makes."""
     shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 2, model_dim)))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))

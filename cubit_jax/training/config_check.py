@@ -45,6 +45,8 @@ def check_values(config: ConfigDict) -> ModelConfig:
             raise ValueError(f"{name}={config[name]} must be at least 1")
     if not 0 <= config.seed < 2**32:
         raise ValueError(f"seed={config.seed} must be at least 0 and below 2**32")
+    if config.data.num_workers < 0:
+        raise ValueError(f"data.num_workers={config.data.num_workers} must be at least 0")
     if config.keep_best < 0:
         raise ValueError(f"keep_best={config.keep_best} must be at least 0")
     for name in ("eval_every", "diagnostics_every"):

@@ -14,6 +14,7 @@ from cubit_jax.training.config_check import check_values
         ("model.rope_theta", 0.0),
         ("model.rope_theta", math.inf),
         ("model.norm_eps", -1.0),
+        ("data.num_workers", -1),
         ("optimizer.b1", 1.0),
         ("optimizer.b2", 1.0),
         ("optimizer.b2", -0.5),

@@ -105,7 +105,8 @@ def main():
     target = topology.open_topology(values.topology, values.num_slices)
     plan = make_plan(values.config, target, values.num_slices, values.tries)
     if values.json:
-        write_atomically(path, json.dumps(dataclasses.asdict(plan), indent=1).encode())
+        record = {"config": cli.config_name()} | dataclasses.asdict(plan)
+        write_atomically(path, json.dumps(record, indent=1).encode())
     print(describe(plan) if plan.fits else refusal(plan), flush=True)
     return 0 if plan.fits else 2
 

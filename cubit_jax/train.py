@@ -79,14 +79,19 @@ def train(config: ConfigDict, folder: str) -> None:
 
 def _fit(run, state, shardings, data_state, checkpoints, stop):
     """Trains to the end or until asked to stop: (state, last evaluation or None, Clock)."""
-    start = time.monotonic()
-    say("compiling   the training step")
-    step_fn = train_step.compile_train_step(run.model, run.config, state, shardings, run.batch_sharding)
-    say(f"compiled    in {time.monotonic() - start:.0f} s")
     first = jax.process_index() == 0
+    # Before the step is compiled: what can't be written is said at once.
+    writers = metrics.open_writers(run.folder, -1 if data_state is None else int(state["step"]), jax.process_index())
     batches = run.train_batches()
-    writers = metrics.open_writers(run.folder, int(state["step"]), jax.process_index())
     try:
+        start = time.monotonic()
+        say("compiling   the training step")
+        step_fn = train_step.compile_train_step(run.model, run.config, state, shardings, run.batch_sharding)
+        say(f"compiled    in {time.monotonic() - start:.0f} s")
+        if data_state is None and run.config.eval_every:
+            evaluation = run.evaluate(state["params"])
+            writers.write(0, {"tokens_seen": 0} | evaluation)
+            say(f"untrained   held-out loss {evaluation['eval/loss']:.3f}")
         if data_state is not None:
             batches.set_state(data_state)
         return Loop(

@@ -19,7 +19,7 @@ LEVELS = {
     "cubit_jax.model": 4,
     "cubit_jax.inference": 5,
     "cubit_jax.training": 6,
-    "cubit_jax.planning": 6,
+    "cubit_jax.planning": 5,
     "cubit_jax": 7,
     "experiments": 8,
 }

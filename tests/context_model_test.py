@@ -110,7 +110,7 @@ MESHES = [
         for mesh in MESHES
     ],
 )
-def test_loss_and_gradients_are_those_of_one_device(family, sizes, num_heads, one_device, error):  # H09
+def test_loss_and_gradients_are_those_of_one_device(family, sizes, num_heads, one_device, error):
     model, params, loss, gradients = one_device(family, num_heads)
     actual_loss, actual, program = _loss_and_gradients(model, params, sizes)
     assert actual_loss == pytest.approx(loss, rel=1e-5)
@@ -120,7 +120,7 @@ def test_loss_and_gradients_are_those_of_one_device(family, sizes, num_heads, on
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_large_parameters_and_moments_are_sharded(family, micro_config):  # H09
+def test_large_parameters_and_moments_are_sharded(family, micro_config):
     config = micro_config(
         family,
         **{

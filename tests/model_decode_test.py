@@ -51,7 +51,7 @@ DECODING = [name for name in MIXERS if can_decode(make_config((name,)))]
 @pytest.mark.parametrize(
     "mixer", [pytest.param(name, marks=[] if name in ("cubit", "cem") else pytest.mark.full) for name in DECODING]
 )
-def test_prefill_then_token_by_token(mixer, error):  # H13
+def test_prefill_then_token_by_token(mixer, error):
     config, model, params = make((mixer,))
     tokens = tokens_of(len(SPLITS))
     full = np.asarray(jax.jit(model.apply)(params, tokens))
@@ -78,7 +78,7 @@ def test_prefill_then_token_by_token(mixer, error):  # H13
         assert error(logits[: LENGTH - split, row, 0], full[row, split:]) <= 1e-4
 
 
-def test_three_uneven_pieces_of_unequal_rows(error):  # H13
+def test_three_uneven_pieces_of_unequal_rows(error):
     config, model, params = make(tuple(DECODING), num_layers=len(DECODING))
     length = 60
     tokens = tokens_of(3, length)

@@ -69,7 +69,7 @@ def random_tokens(rows, seed=0):
 
 
 @pytest.mark.parametrize("mixer, implementation", BACKENDS)
-def test_packed_documents_do_not_leak(mixer, implementation, error):  # H10
+def test_packed_documents_do_not_leak(mixer, implementation, error):
     run = forward_and_gradient(mixer, implementation)
     column = np.arange(LENGTH)
     second = column >= FIRST
@@ -99,7 +99,7 @@ def test_packed_documents_do_not_leak(mixer, implementation, error):  # H10
 
 
 @pytest.mark.parametrize("mixer, implementation", BACKENDS)
-def test_padding_on_either_side_and_rows_of_padding(mixer, implementation, error):  # H11
+def test_padding_on_either_side_and_rows_of_padding(mixer, implementation, error):
     run = forward_and_gradient(mixer, implementation)
     column = np.arange(LENGTH, dtype=np.int32)
     # Segments of lengths 1, 9, 1 and 6, and what surrounds them is padding or nothing.
@@ -175,7 +175,7 @@ def suffixes(mixer):
 
 
 @pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=group) for mixer, group in GROUPS.items()])
-def test_prefixes_do_not_depend_on_suffixes(mixer, error):  # H12
+def test_prefixes_do_not_depend_on_suffixes(mixer, error):
     _, logits, _ = suffixes(mixer)
     for row, prefix in enumerate(PREFIXES, 1):
         assert error(logits[row, :prefix], logits[0, :prefix]) <= 1e-5
@@ -183,7 +183,7 @@ def test_prefixes_do_not_depend_on_suffixes(mixer, error):  # H12
 
 
 @pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=group) for mixer, group in GROUPS.items()])
-def test_gradient_of_an_output_stops_at_its_position(mixer):  # H12
+def test_gradient_of_an_output_stops_at_its_position(mixer):
     tokens, _, reached = suffixes(mixer)
     for position in (0, 31, 64, 99, LONG - 1):
         np.testing.assert_array_equal(np.flatnonzero(reached(position)), np.sort(tokens[0, : position + 1]))

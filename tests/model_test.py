@@ -220,7 +220,7 @@ def unrolled_reference():
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("scan", [False, True])
-def test_scan_remat_and_dropout(scan, remat, dropout, error):  # H15
+def test_scan_remat_and_dropout(scan, remat, dropout, error):
     config = small(scan_layers=scan, remat=remat, dropout=dropout, mixers=("attention",))
     params, expected, expected_gradient = unrolled_reference()
     if scan:
@@ -237,7 +237,7 @@ def test_scan_remat_and_dropout(scan, remat, dropout, error):  # H15
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_dropout_masks(scan):  # H15
+def test_dropout_masks(scan):
     # With one token, the gradient of a column of W_down is exactly zero if its output was dropped.
     config = small(scan_layers=scan, dropout=0.5, mixers=("attention",), num_layers=3)
     params, batch = init(config), full_batch(config, rows=1, length=1)
@@ -256,7 +256,7 @@ def test_dropout_masks(scan):  # H15
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_layers_do_not_share_initial_values(scan):  # H15
+def test_layers_do_not_share_initial_values(scan):
     config = small(scan_layers=scan, mixers=("attention",), num_layers=4)
     params = jax.device_get(init(config))
     params = unstack_layers(params, config) if scan else params
@@ -278,7 +278,7 @@ def test_hybrid_stacks_and_unstacks(error):
     assert error(logits, again) <= 1e-6
 
 
-def test_bfloat16_compute_with_float32_parameters():  # H08
+def test_bfloat16_compute_with_float32_parameters():
     config = small(dtype="bfloat16", remat="full", implementation="xla", mixers=("deltaformer", "cubit"), num_layers=2)
     params, batch = init(config), random_batch(config)
     value, gradient = loss_and_gradient(config, params, batch)
@@ -308,7 +308,7 @@ def test_diagnostics_pass_scan_and_remat():
 @pytest.mark.parametrize(
     "mixer", [pytest.param(name, marks=[] if name in ("cubit", "cem") else pytest.mark.full) for name in MIXERS]
 )
-def test_depth_at_initialisation(mixer):  # H14
+def test_depth_at_initialisation(mixer):
     config = small(mixers=(mixer,), num_layers=32, model_dim=32, mlp_dim=48, head_dim=16, mlp="gated")
     params, batch = init(config), full_batch(config, rows=2, length=64)
     _, gradient = loss_and_gradient(config, params, batch)

@@ -195,7 +195,7 @@ def test_constrain_places_an_activation(mesh):
 @pytest.mark.parametrize(
     "call", [lambda x: partitioning.constrain(x, "BLQK"), lambda x: partitioning.per_shard(jnp.sin, "BLQK->BLQK")(x)]
 )
-def test_dimension_that_no_rule_names(call, mesh):  # H09
+def test_dimension_that_no_rule_names(call, mesh):
     message = r"'Q' of 'BLQK' is not known: the mesh splits B, L, H, F, V, and D, K, N stay whole"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         call(jnp.ones((4, 6, 2, 3)))

@@ -138,7 +138,7 @@ def test_kernels_are_planned_for_the_chips_of_the_topology(name, kind):
 
 @pytest.mark.usefixtures("libtpu")
 @pytest.mark.parametrize("family", ["transformer", "deltaformer", "cubit", "cem"])
-def test_shipped_settings_shard_every_large_array(family):  # H09
+def test_shipped_settings_shard_every_large_array(family):
     config = importlib.import_module(f"configs.{family}").get_config("1p3b")
     target = topology.open_topology("v5e:16x16")
     mesh = partitioning.make_mesh(config.mesh, target.devices)

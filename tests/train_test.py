@@ -85,7 +85,9 @@ def wait_for_step(workdir, step, process):
 
 
 def records(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    """The lines of metrics.jsonl of training steps: the one of step 0 is an evaluation alone."""
+    written = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in written if record["step"]]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def test_run_says_what_it_does_and_what_came_of_it(straight):
     assert json.loads((workdir / "config.json").read_text())["model"]["mixers"] == ["cubit"]
 
 
-def test_stopped_three_times_and_never_stopped_are_the_same_run(last_state, straight, start, config, tmp_path):  # H20
+def test_stopped_three_times_and_never_stopped_are_the_same_run(last_state, straight, start, config, tmp_path):
     """SIGTERM, Ctrl-C, kill -9, each while steps run: bit-equal losses and parameters, over many epochs, dropout on."""
     for number, step in ((signal.SIGTERM, 20), (signal.SIGINT, 70), (signal.SIGKILL, 130)):
         process = start(tmp_path)
@@ -168,7 +170,7 @@ def test_stopped_three_times_and_never_stopped_are_the_same_run(last_state, stra
     assert int(states[0]["opt_state"][1].count) == int(states[0]["step"]) == 250
 
 
-def test_complete_run_started_again_reports_and_changes_nothing(straight, start):  # H22
+def test_complete_run_started_again_reports_and_changes_nothing(straight, start):
     workdir, first = straight
     before = snapshot(workdir)
     output = finish(start(workdir))
@@ -179,7 +181,7 @@ def test_complete_run_started_again_reports_and_changes_nothing(straight, start)
     assert snapshot(workdir) == before
 
 
-def test_checkpoint_folder_lost_while_training_is_one_line_and_exit_code_1(start, tmp_path):  # H22
+def test_checkpoint_folder_lost_while_training_is_one_line_and_exit_code_1(start, tmp_path):
     process = start(tmp_path, num_steps=2000)
     wait_for_step(tmp_path, 45, process)
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
@@ -276,7 +278,7 @@ def test_vocabulary_mismatch(straight, config, tmp_path):
         train.train(config, tmp_path)
 
 
-def test_start_from_the_parameters_of_another_run(last_state, straight, start, tmp_path):  # H25
+def test_start_from_the_parameters_of_another_run(last_state, straight, start, tmp_path):
     finish(
         start(
             tmp_path,

@@ -126,6 +126,7 @@ def run(op: str, implementations: Mapping[str, Callable], implementation: str | 
             reasons.append(f"{name}: {error}")
             continue
         _record(op, name)
-        _log_once(f"{op}: implementation {name} on {platform}" + "".join(f"; not {reason}" for reason in reasons))
+        if platform != "cpu":  # where there is a choice
+            _log_once(f"{op}: implementation {name} on {platform}" + "".join(f"; not {reason}" for reason in reasons))
         return out
     raise NotImplementedError(f"{op} on {platform}: " + "; ".join(reasons))

@@ -9,7 +9,7 @@ import re
 import jax
 from jax.experimental import topologies
 
-from cubit_jax.runtime.devices import DEVICES
+from cubit_jax.runtime.devices import DEVICES, quiet_libtpu
 from cubit_jax.runtime.errors import UserError
 
 GIB = 2**30
@@ -39,16 +39,7 @@ class Topology:
 def prepare() -> None:
     """Keeps JAX on the CPU and libtpu from looking for TPUs; before JAX or libtpu look at the environment."""
     jax.config.update("jax_platforms", "cpu")
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        # Without these libtpu prints lines of warnings about what a machine without TPUs cannot know.
-        "TPU_MIN_LOG_LEVEL": "4",
-        "TPU_STDERR_LOG_LEVEL": "4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    }.items():
-        os.environ.setdefault(name, value)
+    quiet_libtpu()
 
 
 def open_topology(name: str, num_slices: int = 1) -> Topology:

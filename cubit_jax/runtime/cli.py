@@ -9,7 +9,8 @@ import sys
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.devices import has_tpu, quiet_libtpu
+from cubit_jax.runtime.errors import UserError, missing_device
 
 
 def run(main, required=()):
@@ -33,7 +34,9 @@ def run(main, required=()):
             sys.exit(main())
         except (UserError, NotImplementedError) as error:  # the latter: what an implementation named cannot do, and why
             fail(error)
-        except RuntimeError as error:  # JAX's is one; importing JAX here would bring it to every tokenizing worker
+        except (RuntimeError, AssertionError) as error:  # JAX's own: importing JAX here would make --help wait for it
+            if message := missing_device(error):
+                fail(message)
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             fail(
@@ -44,6 +47,8 @@ def run(main, required=()):
             print("interrupted", file=sys.stderr, flush=True)
             sys.exit(130)
 
+    if not has_tpu():
+        quiet_libtpu()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # text and paths may have characters that the encoding has not
@@ -58,7 +63,8 @@ def define_config():
     holder = config_flags.DEFINE_config_file(
         "config",
         None,
-        "Config file and size, as configs/cubit.py:tiny; sizes are tiny, 125m, 350m and 1p3b. Every "
+        "Config file and size, as configs/cubit.py:tiny; sizes are tiny, 125m, 350m and 1p3b, of configs/cem.py also "
+        "86m and 162m, with variants as configs/cem.py:162m,mlp=gated,steps=2. Every "
         "field in configs/base.py is a flag too: --config.num_steps=1000 --config.optimizer.learning_rate=1e-3 "
         '--config.model.mixers=\'("cubit","attention")\'. They must stand after --config.',
     )
@@ -70,8 +76,19 @@ def define_config():
 def given_options() -> set[str]:
     """The names of the options of layers that flags set: `X` for --config.model.options.X=VALUE."""
     prefix = "model.options."
-    given = config_flags.get_override_values(flags.FLAGS["config"])
-    return {name.removeprefix(prefix) for name in given if name.startswith(prefix)}
+    return {name.removeprefix(prefix) for name in overridden() if name.startswith(prefix)}
+
+
+def overridden() -> set[str]:
+    """The names of the config's fields that flags set, as optimizer.learning_rate; none without a command line."""
+    if "config" not in flags.FLAGS or not flags.FLAGS.is_parsed():
+        return set()
+    return set(config_flags.get_override_values(flags.FLAGS["config"]))
+
+
+def config_name() -> str:
+    """The value of --config as it was given, as configs/cubit.py:tiny."""
+    return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
 class _AnyOption(flags.ArgumentParser):
@@ -151,7 +168,7 @@ def _unknown_field(error):
 
 
 def _is_for_the_user(record):
-    """Orbax and grain log every internal step, and with tracebacks the failures that reach us as exceptions anyway."""
-    if re.search(r"[/\\](orbax|grain)[/\\]", record.pathname):
+    """Orbax, grain and TFDS log each internal step, and with tracebacks failures that reach us as exceptions anyway."""
+    if re.search(r"[/\\](orbax|grain|tensorflow_datasets)[/\\]", record.pathname):
         return False
     return record.levelname != "INFO" or not re.search(r"[/\\]jax[/\\]", record.pathname)

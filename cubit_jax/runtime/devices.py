@@ -1,6 +1,8 @@
 """Facts about accelerators, in one table: what a plan compiles for and what utilisation is measured against."""
 
 import dataclasses
+import glob
+import os
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +58,24 @@ DEVICES = {
 def peak_flops(kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of a device by its `jax.Device.device_kind`; None where it is not known."""
     return next((device.flops for device in DEVICES.values() if kind in device.kinds), None)
+
+
+def has_tpu() -> bool:
+    """Whether this machine has the device files of a TPU."""
+    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
+
+
+def quiet_libtpu() -> None:
+    """Keeps libtpu, where it is installed, from asking the network about a TPU that is not there, and from warnings.
+
+    To be called before JAX looks for devices, and not on a machine with a TPU: what is set here describes none.
+    """
+    for name, value in {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_MIN_LOG_LEVEL": "4",
+        "TPU_STDERR_LOG_LEVEL": "4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    }.items():
+        os.environ.setdefault(name, value)

@@ -24,7 +24,7 @@ import jax
 from absl import flags, logging
 from jax._src.distributed import global_state  # the key-value store of jax.distributed has no public name
 
-from cubit_jax.runtime.errors import UserError
+from cubit_jax.runtime.errors import UserError, missing_device
 
 _FLAGS = ("coordinator_address", "num_processes", "process_id")
 _WEEK = 7 * 24 * 3600 * 1000  # ms. Waiting needs no limit of its own: whatever goes wrong ends the process.
@@ -53,6 +53,8 @@ def define_flags() -> None:
         "ends all others; started again they go on from the last checkpoint.",
         lower_bound=1,
     )
+    for name in (*_FLAGS, "heartbeat_timeout_seconds"):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])  # for the program's --help
 
 
 def run(main: Callable[[], None], stop_together: bool = False) -> None:
@@ -238,6 +240,8 @@ def _fail(error):
         _end(f"lost another process ({message[:160]}); {_AGAIN}", 1, lost=True)
     if isinstance(error, KeyboardInterrupt):
         _end("interrupted", 130, tell=True)
+    if device := missing_device(error):
+        _end(device, 1, tell=True)
     if not isinstance(error, (UserError, NotImplementedError)):
         traceback.print_exception(error)
         message = f"{type(error).__name__}: {message}"

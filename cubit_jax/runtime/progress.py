@@ -12,6 +12,10 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+# tqdm's, without its own time left, which knows of no evaluations and saves.
+_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]"
+
+
 class Progress:
     """A bar with rate and time left on a terminal, else a line now and then.
 
@@ -24,13 +28,14 @@ class Progress:
         self._total, self._start, self._show = total, start, show
         self._bar = None
         if show and sys.stderr.isatty():
-            self._bar = tqdm.tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+            self._bar = tqdm.tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, bar_format=_BAR)
 
     def update(self, step, seconds_left=None, **numbers):
         """Moves to `step`. With numbers (name=text) they are shown: beside the bar, or as a line."""
         if self._bar is not None:
             if numbers:
-                self._bar.set_postfix(numbers, refresh=False)
+                left = {} if seconds_left is None else {"left": format_seconds(seconds_left)}
+                self._bar.set_postfix(left | numbers, refresh=False)
             self._bar.update(step - self._bar.n)
         elif self._show and numbers:
             left = "" if seconds_left is None else f"  {format_seconds(seconds_left)} left"

@@ -1,7 +1,8 @@
 """The check of a whole run's config: every field by itself, then against the devices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -37,9 +38,9 @@ def check(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> tu
 
 def check_values(config: ConfigDict) -> ModelConfig:
     """The model of a run's config; ValueError in one line that names the field if a value is wrong by itself."""
-    for name, value in _numbers(config):
-        if math.isnan(value):
-            raise ValueError(f"{name}={value} is not a number")
+    for name, value in _numbers(config.to_dict()):
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be a finite number")
     for name in _AT_LEAST_1:
         if config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")
@@ -62,15 +63,6 @@ def check_values(config: ConfigDict) -> ModelConfig:
     return model_config
 
 
-def _numbers(config, prefix=""):
-    """Yields (name, value) of every field that is a float."""
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            yield from _numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, float):
-            yield prefix + name, value
-
-
 def make_mesh(
     config: ConfigDict, model_config: ModelConfig, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
@@ -80,3 +72,13 @@ def make_mesh(
         mesh, batch_size=config.batch_size, accumulation_steps=config.accumulation_steps, model=model_config
     )
     return mesh
+
+
+def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, value) of every floating-point field, as optimizer.learning_rate."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}.")
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(number, float):
+                yield prefix + name, number

@@ -74,7 +74,7 @@ class Loop:
                     self._record(*pending)
                 diagnose, diagnostics = self._due("diagnostics_every", step), {}
                 if diagnose:
-                    with self._clock.paused():  # compiles, the first time
+                    with self._clock.paused("diagnostics"):  # compiles, the first time
                         diagnostics = self.diagnostics_fn(state["params"], batch)
                 pending = (step, numbers, diagnostics)
                 evaluate = self._due("eval_every", step) or step == config.num_steps
@@ -82,14 +82,15 @@ class Loop:
                 if evaluate or save:
                     numbers, pending = self._read(*pending), None
                     if evaluate:
-                        with self._clock.paused():
+                        with self._clock.paused("evaluation"):
                             evaluation = self.evaluate(state["params"])
                         save = save or self.checkpoints.is_among_best(evaluation["eval/loss"])
                     self._write(step, numbers | (evaluation if evaluate else {}), always=evaluate or diagnose)
                     # After the numbers are written: a run that goes on from this step does not write them again.
                     # Not while updates are being left out: the checkpoints before the trouble are the ones to keep.
                     if save and not self._skipped_in_a_row:
-                        self.checkpoints.save(step, state, self.data_state(), evaluation if evaluate else None)
+                        with self._clock.paused("save"):
+                            self.checkpoints.save(step, state, self.data_state(), evaluation if evaluate else None)
                         save = False
                 self.checkpoints.check()
             if pending is not None:
@@ -117,8 +118,8 @@ class Loop:
             self.checkpoints.wait()
             last = self.checkpoints.latest_step
             raise UserError(
-                f"stopped at step {step}: the loss or its gradient was not finite in {limit} updates in a row "
-                f"(max_skipped_updates={limit}); "
+                f"stopped at step {step}: the loss, its gradient or the update was not finite in {limit} updates in a "
+                f"row (max_skipped_updates={limit}); "
                 f"{'there is no checkpoint yet' if last is None else f'the last good checkpoint is {last}'}; try a "
                 f"lower optimizer.learning_rate than {self.config.optimizer.learning_rate} in a new workdir"
             )
@@ -133,6 +134,7 @@ class Loop:
             return
         rate = self._clock.rate()
         numbers["tokens_per_second"] = rate
+        numbers["tokens_seen"] = step * self.config.batch_size * self.config.seq_len
         share = utilization(self.flops_per_token, rate, jax.devices())
         if share is not None:
             numbers["model_flop_utilization"] = share
@@ -142,9 +144,17 @@ class Loop:
             shown["held-out"] = f"{numbers['eval/loss']:.3f}"
         if numbers["skipped_updates"]:
             shown["skipped"] = numbers["skipped_updates"]
-        self._progress.update(
-            step, self._clock.seconds_left(self.config.num_steps - step), **shown, **{"tokens/s": f"{rate:,.0f}"}
+        left = self._clock.seconds_left(
+            self.config.num_steps - step,
+            evaluation=self._number_due("eval_every", step),
+            save=self._number_due("checkpoint_every", step),
         )
+        self._progress.update(step, left, **shown, **{"tokens/s": f"{rate:,.0f}"})
+
+    def _number_due(self, field, step):
+        """How often it is due after `step`; at the end of the run in any case."""
+        interval, total = self.config[field] or self.config.num_steps, self.config.num_steps
+        return total // interval - step // interval + (total % interval > 0 and step < total)
 
 
 def flatten_diagnostics(values, model_config):

@@ -1,7 +1,8 @@
 """Where a run's numbers go: metrics.jsonl and TensorBoard.
 
-Keys: step, train/loss, eval/loss, eval/bits_per_byte, learning_rate, gradient_norm, parameter_norm, tokens_per_second,
-model_flop_utilization (devices of known peak only), skipped_updates, diagnostics/... (a number a layer).
+Keys: step, time (seconds since 1970), tokens_seen, train/loss, eval/loss, eval/bits_per_byte, learning_rate,
+gradient_norm, parameter_norm, tokens_per_second, model_flop_utilization (devices of known peak only), skipped_updates,
+diagnostics/... (a number per layer). Step 0 has the evaluation of the untrained model.
 """
 
 import errno
@@ -35,7 +36,8 @@ class JsonLines:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open for as long as the run)
 
     def write(self, step, values):
-        record = {"step": step} | {name: value if math.isfinite(value) else None for name, value in values.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record = {"step": step, "time": round(time.time(), 3)} | numbers
         line = (json.dumps(record) + "\n").encode()
         with self._named_errors():
             if self._file.write(line) != len(line):
@@ -80,6 +82,8 @@ class TensorBoard:
     def write(self, step, values):
         with self._named_errors():
             for name, value in values.items():
+                if not math.isfinite(value):  # tensorboardX would warn of each
+                    continue
                 self._events.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
             self._events.flush()
 
@@ -107,8 +111,8 @@ class Writers:
             writer.close()
 
 
-def open_writers(workdir, resume_step, process_index=0):
-    """The writers of a run that goes on after step `resume_step` (0 at its start). Only process 0 writes."""
+def open_writers(workdir: str, resume_step: int, process_index: int = 0) -> Writers:
+    """The writers of a run that goes on after step `resume_step`, -1 at its start. Only process 0 writes."""
     if process_index:
         return Writers()
     folder = pathlib.Path(workdir)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 SCHEDULES = ("cosine", "wsd")
@@ -13,13 +14,13 @@ def check(config):
     if optimizer.schedule not in SCHEDULES:
         raise ValueError(f"optimizer.schedule={optimizer.schedule!r} must be one of {', '.join(SCHEDULES)}")
     for name in ("learning_rate", "eps", "clip_norm"):
-        if not 0 < optimizer[name] < float("inf"):
+        if not 0 < np.float32(optimizer[name]) < np.inf:  # Adam computes in float32, where 1e-50 is 0
             raise ValueError(f"optimizer.{name}={optimizer[name]} must be above 0 and finite")
     for name in ("warmup_steps", "weight_decay"):
         if not optimizer[name] >= 0:
             raise ValueError(f"optimizer.{name}={optimizer[name]} must be at least 0")
     for name in ("b1", "b2"):  # 1 divides by zero when the moments are corrected for their start
-        if not 0 <= optimizer[name] < 1:
+        if not 0 <= np.float32(optimizer[name]) < 1:
             raise ValueError(f"optimizer.{name}={optimizer[name]} must be at least 0 and below 1")
     for name in ("end_fraction", "decay_fraction"):
         if not 0 <= optimizer[name] <= 1:

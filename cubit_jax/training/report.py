@@ -11,8 +11,13 @@ import numpy as np
 
 from cubit_jax import data
 from cubit_jax.data.bigram import bigram_bits_per_byte
+from cubit_jax.flops import flops_per_token
+from cubit_jax.inference.evaluation import nonfinite_parameters
 from cubit_jax.inference.generation import generate_text
 from cubit_jax.model import count_parameters
+from cubit_jax.planning import step_time
+from cubit_jax.runtime import cli
+from cubit_jax.runtime.errors import UserError
 from cubit_jax.runtime.progress import say
 from cubit_jax.training import workdir
 from cubit_jax.training.clock import Clock
@@ -43,7 +48,18 @@ def describe(run: Run, state: dict[str, Any], resumed: bool) -> None:
         f"training    {config.num_steps:,} steps of {config.batch_size} x {config.seq_len} = {tokens:,} tokens, "
         f"{config.num_steps * tokens:,} in all"
     )
-    for note in data.size_notes(corpus, data.estimate_tokens(corpus.train, run.tokenizer), config.seq_len):
+    corpus_tokens = data.estimate_tokens(corpus.train, run.tokenizer)
+    say(
+        f"            about {corpus_tokens:,} tokens to train on: the run makes "
+        f"{config.num_steps * tokens / max(corpus_tokens, 1):.2g} epochs"
+    )
+    flops = flops_per_token(run.model_config, count_parameters(state["params"]))
+    if flops is not None and (steps := config.num_steps - int(state["step"])) > 0:
+        devices = 1 if jax.default_backend() == "cpu" else run.mesh.size
+        seconds = step_time.step_seconds(flops, tokens, step_time.product_flops(config.model.dtype), devices)
+        for line in step_time.describe_time(seconds, steps):
+            say(line)
+    for note in data.size_notes(corpus, corpus_tokens, config.seq_len):
         say(f"note        {note}")
     if config.optimizer.warmup_steps >= config.num_steps:
         say(
@@ -67,6 +83,11 @@ def report(run: Run, state: dict[str, Any], evaluation: dict[str, float] | None,
     """
     config = run.config
     step = int(state["step"])
+    if bad := nonfinite_parameters(state["params"]):
+        raise UserError(
+            f"the parameters are not finite after step {step}, {bad[0]} first: try a lower optimizer.learning_rate "
+            f"than {config.optimizer.learning_rate} in a new workdir"
+        )
     evaluation = evaluation or run.evaluate(state["params"])
     prompt = "def" if config.data.source == "stdlib" else ""
     sample = _sample(run, state["params"], prompt)
@@ -96,7 +117,7 @@ def report(run: Run, state: dict[str, Any], evaluation: dict[str, float] | None,
         generate = f"\n    {_python()} -m cubit_jax.generate --workdir={folder} {arguments}"
     say(f"""next{generate}
     {_python()} -m cubit_jax.evaluate --workdir={folder}
-    to compare, this command again with --config=configs/{other}.py and its size, and another --workdir
+    to compare, this command again with {_other_family(other)}, and another --workdir
     tensorboard --logdir={folder}   # pip install tensorboard""")
 
 
@@ -106,6 +127,17 @@ def _sample(run, params, prompt):
         return None
     options = {"max_new_tokens": _SAMPLE_TOKENS, "temperature": 0.7, "seed": run.config.seed}
     return generate_text(run.model, params, run.tokenizer, [prompt], **options)[0]
+
+
+def _other_family(other):
+    """How the same command trains another mixer. A flag that stands in the way is named: it goes before the config."""
+    given = cli.overridden()
+    way = f"--config=configs/{other}.py and its size"
+    if "model.mixers" in given:
+        way = f"--config.model.mixers={'attention' if other == 'transformer' else other}"
+    if options := sorted(name for name in given if name.startswith("model.options.")):
+        way += f", without {' '.join(f'--config.{name}' for name in options)}"
+    return way
 
 
 def _python():

@@ -56,8 +56,8 @@ def make_train_step(model, config, shardings=None):
     their tokens: the update is that of the whole batch, in the memory of a micro-batch. Dropout depends on the seed,
     the step and the micro-batch only.
 
-    Where the loss or the gradient is not finite, params and moments stay as they are; the step counts, the update
-    does not.
+    Where the loss, the gradient or the update is not finite, params and moments stay as they are; the step counts,
+    the update does not.
 
     Args:
       model: LanguageModel. config: the run's config.
@@ -96,8 +96,8 @@ def make_train_step(model, config, shardings=None):
 
         loss, grads = _accumulate(gradients, batch, config.accumulation_steps)
         gradient_norm = optax.tree.norm(grads)
-        good = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updates, new_opt_state = transformation.update(grads, opt_state, params)
+        good = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & jnp.isfinite(optax.tree.norm(updates))
         new_params = optax.apply_updates(params, updates)
 
         def keep(new, old):

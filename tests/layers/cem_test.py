@@ -128,7 +128,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("kind, options", VARIANTS)
-def test_update_and_every_gradient_are_those_of_the_energy(kind, options, error):  # H04
+def test_update_and_every_gradient_are_those_of_the_energy(kind, options, error):
     with jax.enable_x64(True):
         layer, params, x = make(kind, "float64", **options)
         expected_names = {"attention": {"q_proj", "k_proj"}, "mlp": {"up_proj", "gate_proj"}}[kind]
@@ -172,7 +172,7 @@ def test_number_of_parameters(kind, options):
 
 
 @pytest.mark.parametrize("kind", ("attention", "mlp"))
-def test_no_recursion_and_no_step_are_the_identity(kind):  # H05
+def test_no_recursion_and_no_step_are_the_identity(kind):
     for options in ({"num_recursions": 0}, {"num_recursions": 2, "step_size": 0.0, "learn_step_size": False}):
         layer, params, x = make(kind, **options)
         assert jnp.all(layer.apply({"params": params}, x) == 0)
@@ -196,7 +196,7 @@ def test_initial_step_size_is_one_over_the_recursions():
 
 
 @pytest.mark.parametrize("recursions", [1, pytest.param(8, marks=pytest.mark.full), 64])
-def test_deep_recursion_stays_bounded_at_initialization(recursions):  # H14
+def test_deep_recursion_stays_bounded_at_initialization(recursions):
     config = ModelConfig(
         vocab_size=50,
         num_layers=3,

@@ -153,9 +153,7 @@ def check(case, variant, implementation, dtype, forward_limit, gradient_limit, e
         *(full("cubit_mixer_0", "xla", variant) for variant in ("output_no_lrr", "output_shared_reference")),
     ],
 )
-def test_equals_reference_arrays_and_dense_gradients(  # H04
-    name, implementation, variant, golden, dense_gradients, error
-):
+def test_equals_reference_arrays_and_dense_gradients(name, implementation, variant, golden, dense_gradients, error):
     check(golden(name), variant, implementation, jnp.float32, 1e-5, 1e-4, dense_gradients(name, variant), error)
 
 
@@ -218,7 +216,7 @@ def attention_of(values, module, params, x):
     return jnp.einsum("bhij,bjhk,hkd->bid", weights, values, params["o_proj"]["kernel"])
 
 
-def test_large_ridge_is_attention_over_rescaled_values(error):  # H05
+def test_large_ridge_is_attention_over_rescaled_values(error):
     module, params, x = random_mixer(log_ridge=jnp.full(3, np.log(1e6)))
     rescale = params["lrr_low"] + params["lrr_range"] * sigmoid(x @ params["lrr_proj"]["kernel"])
     values = rescale[..., None] * jnp.einsum("bld,dhk->blhk", x, params["v_proj"]["kernel"])
@@ -226,7 +224,7 @@ def test_large_ridge_is_attention_over_rescaled_values(error):  # H05
     assert error(1e6 * y, attention_of(values, module, params, x)) <= 1e-4
 
 
-def test_identity_kernel_is_attention_over_values_over_one_plus_ridge(error):  # H05
+def test_identity_kernel_is_attention_over_values_over_one_plus_ridge(error):
     module, params, x = random_mixer({"lrr": False}, reference_scale=jnp.full(3, 1e4), log_ridge=jnp.full(3, 0.0))
     values = jnp.einsum("bld,dhk->blhk", x, params["v_proj"]["kernel"]) / 2
     assert error(module.apply({"params": params}, x), attention_of(values, module, params, x)) <= 1e-5

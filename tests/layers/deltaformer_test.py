@@ -45,7 +45,7 @@ def dense(params, x, segment_ids, window):
 
 
 @pytest.mark.parametrize("projection", ["own", "shared"])
-def test_equals_the_dense_formula(projection, error):  # H04
+def test_equals_the_dense_formula(projection, error):
     segment_ids, window = np.ones((2, LENGTH), np.int32), 9
     segment_ids[0, 13:], segment_ids[1, 28:] = 2, 0
     options = {"window": window, "projection": projection}
@@ -86,7 +86,7 @@ def test_equals_the_dense_formula(projection, error):  # H04
             assert error(actual, leaf) <= (1e-4 if dtype == jnp.float32 else 1e-10), name
 
 
-def test_beta_zero_is_attention(error):  # H05
+def test_beta_zero_is_attention(error):
     module = DeltaFormerMixer(HEADS, HEAD_DIM, implementation="reference")
     params, x = init(module)
     y = jax.jit(module.apply)({"params": params}, x)

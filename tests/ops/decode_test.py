@@ -57,7 +57,7 @@ def full(arrays):
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("form", ["ridge", "beta"])
-def test_cached_equals_full(form, split, window, arrays, full, error):  # H13
+def test_cached_equals_full(form, split, window, arrays, full, error):
     n, first = SPLITS[split]
     coefficient = {form: jnp.asarray(arrays[form])}
     options = {"window": window, "scale": 0.7}

@@ -260,7 +260,7 @@ def test_memory_is_linear_in_the_length(diagonal, window):
     assert temporaries(4096) < 2.5 * temporaries(2048)
 
 
-def test_zero_steps_are_the_identity_and_one_step_is_one_gradient_step(error):  # H05
+def test_zero_steps_are_the_identity_and_one_step_is_one_gradient_step(error):
     with jax.enable_x64(True):
         inputs, options = random_case(length=20, diagonal="per_head")
         rng = np.random.default_rng(3)
@@ -304,7 +304,7 @@ def test_preconditioner_margin_is_the_smallest_relative_eigenvalue():
 
 
 @pytest.mark.parametrize("kind", ("lowrank", "shared", "per_head", *ACTIVATIONS))
-def test_a_small_step_never_raises_the_energy(kind):  # H14
+def test_a_small_step_never_raises_the_energy(kind):
     """A step of 1e-3 in a thousand draws of state, context and weights, without a preconditioner.
 
     The interaction energy is concave in the state, so there no step of any size raises it: its draws have any scale.
@@ -383,28 +383,3 @@ def test_malformed_input_is_named():
         ops.interaction_step(**inputs, **options, implementation="pallas")
     with pytest.raises(ValueError, match="implementation"):
         ops.interaction_step(**inputs, **options, implementation="dense")
-
-
-def test_keys_and_gate_are_made_once():
-    """Three recursions multiply by W_k (or W_gate) as often as one does: what depends on the state is scanned."""
-    inputs, options = random_case(length=8, diagonal="lowrank", dtype=np.float32)
-    w_up, w_gate = jnp.ones((D, 7)), jnp.ones((D, 7))
-
-    def attention(h, num_steps):
-        keys = ops.interaction_keys(h, inputs["w_k"], positions=options["positions"])
-        return ops.minimize(
-            lambda x: ops.interaction_step_from_keys(x, h, keys, inputs["w_q"]), h, num_steps=num_steps, step_size=0.1
-        )
-
-    def mlp(h, num_steps):
-        gate = ops.elementwise_gate(h, w_gate)
-        return ops.minimize(
-            lambda x: ops.elementwise_step_from_gate(x, gate, w_up), h, num_steps=num_steps, step_size=0.1
-        )
-
-    def outer_products(layer, num_steps):
-        jaxpr = jax.make_jaxpr(lambda h: layer(h, num_steps))(inputs["context"])
-        return sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns)
-
-    for layer in (attention, mlp):
-        assert outer_products(layer, 1) == outer_products(layer, 3) == 1

@@ -12,7 +12,7 @@ from cubit_jax import ops
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16", "float32"), ("float16", "float32", "bfloat16")])
-def test_cotangents_have_the_dtype_of_their_inputs(dtypes, implementation):  # H08
+def test_cotangents_have_the_dtype_of_their_inputs(dtypes, implementation):
     query, key, rhs = (jnp.ones((1, 5, 2, 8), dtype) for dtype in dtypes)
     for form in ({"ridge": jnp.ones(2, dtypes[0])}, {"beta": jnp.ones((1, 5, 2), dtypes[0])}):
         arrays = {"query": query, "key": key, "rhs": rhs, **form}
@@ -64,3 +64,11 @@ def test_malformed_input_is_an_error(change, message):
     x = jnp.ones((2, 5, 3, 8))
     with pytest.raises(ValueError, match=message):
         ops.kernel_solve(**{"query": x, "key": x, "rhs": x, "ridge": jnp.ones(3), **change})
+
+
+def test_values_may_be_wider_than_keys(error):
+    query, key, rhs = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 8))
+    solve = functools.partial(ops.kernel_solve, query, key, ridge=jnp.array([0.1, 0.2]))
+    narrow = solve(rhs, implementation="reference")
+    wide = solve(jnp.concatenate([rhs, 2 * rhs], axis=-1))
+    assert error(wide, jnp.concatenate([narrow, 2 * narrow], axis=-1)) < 1e-5

@@ -70,7 +70,7 @@ def test_time():
     assert best["xla"] <= 2 * best["attention"]
 
 
-def test_batch_and_heads_divide_over_devices(error):  # H09
+def test_batch_and_heads_divide_over_devices(error):
     """By the partitioner alone, without shard_map: nothing of the length is gathered, and every value is the same."""
     rng = np.random.default_rng(0)
     batch, length, heads, dim = 2, 48, 4, 8

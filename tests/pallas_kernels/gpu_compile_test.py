@@ -73,7 +73,7 @@ def forward_and_backward(head_dim, dtype, *, strict=False, segmented=False, wind
         (256, jnp.bfloat16, {"segmented": True}),
     ],
 )
-def test_lowers_for_cuda(head_dim, dtype, options):  # H07
+def test_lowers_for_cuda(head_dim, dtype, options):
     run, shapes = forward_and_backward(head_dim, dtype, **options)
     # jax 0.11 asks for which device; 0.10 takes compute capability 9.0 where there is none.
     device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")

@@ -138,7 +138,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_lengths_that_no_block_divides(strict, error, reference, one_program):  # H01, H02, H06
+def test_lengths_that_no_block_divides(strict, error, reference, one_program):
     for block_size, groups in LENGTHS[strict].items():
         for length in itertools.chain(*groups):
             *args, cotangent = problem(length, strict=strict, seed=length)
@@ -155,7 +155,7 @@ def test_lengths_that_no_block_divides(strict, error, reference, one_program):  
             )
 
 
-def test_no_score_gradient_at_one_position():  # H02
+def test_no_score_gradient_at_one_position():
     *args, cotangent = problem(1)
     _, grads = device(args, cotangent, strict=False)
     assert np.abs(grads[0]).max() < 1e-7
@@ -173,7 +173,7 @@ def test_no_score_gradient_at_one_position():  # H02
         (jnp.float16, 0.1, 1e-2),
     ],
 )
-def test_reference_norms(dtype, gamma, ridge, error, reference):  # H03
+def test_reference_norms(dtype, gamma, ridge, error, reference):
     *args, cotangent = problem(70, gamma=gamma, ridge=ridge, dtype=dtype)
     forward, backward = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
     check(error, reference, args, cotangent, forward, backward, strict=False, block_size=32)
@@ -205,12 +205,12 @@ def test_many_blocks(gamma, strict, dtype, error, reference):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_keys_without_normalisation(dtype, error, reference):  # H03
+def test_keys_without_normalisation(dtype, error, reference):
     *args, cotangent = problem(130, 64, strict=True, dtype=dtype, num_heads=1)
     check(error, reference, args, cotangent, 2e-2, 2e-2, strict=True, scale=0.125)
 
 
-def test_identical_keys(error, reference):  # H03
+def test_identical_keys(error, reference):
     query, key, rhs, beta, cotangent = problem(130, 64, strict=True, dtype=jnp.float16, num_heads=1)
     args = (query, np.broadcast_to(key[:, :1], key.shape), rhs, beta)
     u, grads = device(args, cotangent, strict=True, scale=0.125)
@@ -257,7 +257,7 @@ def test_packed_half_precision(strict, error, reference):
         assert error(np.asarray(grad, np.float64), wanted) < 2e-2, name
 
 
-def test_documents_do_not_mix():  # H10
+def test_documents_do_not_mix():
     query, key, rhs, ridge, _ = problem(70)
     ids = np.repeat([[1, 2]], [30, 40], axis=1)
     u, _ = device((query, key, rhs, ridge), np.zeros_like(rhs), strict=False, segment_ids=ids, block_size=16)
@@ -273,7 +273,7 @@ def test_documents_do_not_mix():  # H10
     np.testing.assert_array_equal(other[:, 30:], u[:, 30:])
 
 
-def test_causal():  # H12
+def test_causal():
     query, key, rhs, ridge, _ = problem(70)
     for prefix in (15, 16, 33):
         changed = [x.copy() for x in (query, key, rhs)]
@@ -286,7 +286,7 @@ def test_causal():  # H12
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_head_dims(dtype, error, reference, one_program):  # H07
+def test_head_dims(dtype, error, reference, one_program):
     limits = (1e-5, 1e-4) if dtype == jnp.float32 else (2e-2, 2e-2)
     for head_dim in (8, 16, 24, 48, 64, 80, 96, 128) + (256,) * (dtype == jnp.bfloat16):  # float32: see test_refusals
         *args, cotangent = problem(33, head_dim, strict=True, dtype=dtype, num_heads=1)

@@ -110,7 +110,7 @@ LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 65, 96, 100, 127, 129, 160, 200, 209, 257)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_lengths_that_no_block_divides(strict, one_program, reference):  # H01, H02, H06
+def test_lengths_that_no_block_divides(strict, one_program, reference):
     """In one to three blocks of rows. A tile of 256 columns reaches past an array of 384 rows, where the interpreter
     has NaN: nothing there is used. An array of 128 rows is narrower than such a tile."""
     *arrays, cotangent = inputs(1, max(LENGTHS), 1, 64, strict=strict)
@@ -135,7 +135,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_every_block_size_gives_the_same(error, reference, strict):  # H01
+def test_every_block_size_gives_the_same(error, reference, strict):
     arrays = inputs(1, 500, 2, 128, strict=strict)
     sizes = SIZES[:2] if strict else SIZES
     results = [compare(error, reference, arrays, strict=strict, block_size=size) for size in sizes]
@@ -156,11 +156,11 @@ def test_value_alone_is_that_with_gradients(error, strict):
     assert error(alone, value_and_gradients(plain, arrays, cotangent)[0]) <= 1e-6
     # Nor do blocks of rows above read anything of the rows below.
     poisoned = program(*(x.at[:, 256:].set(jnp.nan) for x in arrays[:3]), arrays[3])
-    np.testing.assert_array_equal(poisoned[:, :256], alone[:, :256])  # H06
+    np.testing.assert_array_equal(poisoned[:, :256], alone[:, :256])
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_rows_that_are_not_finite_spoil_none_before_their_128(strict):  # H12
+def test_rows_that_are_not_finite_spoil_none_before_their_128(strict):
     """Though the inverses of a block of rows share products: with those of other heads, not of other rows."""
     *arrays, _ = inputs(1, 384, 2, 64, strict=strict)
     sizes = BlockSizes(384, 384, 2, 128, 128, 2)
@@ -179,7 +179,7 @@ def test_window_skips_tiles(error, reference, window, strict):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_segments(error, reference, strict):  # H10, H11
+def test_segments(error, reference, strict):
     """Segments shorter and longer than a block, of one token, padding left, right and over a whole row of the batch."""
     lengths = [[0] * 5 + [1] * 200 + [2] + [3] * 144, [1] * 130 + [2] * 120 + [0] * 100, [0] * 350]
     segment_ids = jnp.asarray(lengths, jnp.int32)
@@ -194,7 +194,7 @@ def test_segments(error, reference, strict):  # H10, H11
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_head_dims(dtype, error, reference, one_program):  # H07
+def test_head_dims(dtype, error, reference, one_program):
     """Those that are padded to 64, to 128 and to 256: every channel counts."""
     forward, gradient = (FORWARD, GRADIENT) if dtype == jnp.float32 else (LOW_PRECISION, LOW_PRECISION)
     for dim in (8, 16, 24, 48, 64, 80, 96, 128, 256):
@@ -225,7 +225,7 @@ def test_bfloat16_with_the_block_sizes_that_are_estimated(error, reference, stri
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_keys_that_are_not_normalised_and_equal_keys(dtype, reference):  # H03
+def test_keys_that_are_not_normalised_and_equal_keys(dtype, reference):
     rng = np.random.default_rng(0)
     key, rhs = jnp.asarray(rng.normal(size=(2, 1, 512, 1, 64)), dtype)
     # Both at once, as two rows of the batch.

@@ -24,7 +24,7 @@ def gradients(query, key, rhs, ridge):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("head_dim", [24, 96, 256])
-def test_lowered_for_a_tpu_it_has_the_kernels_by_name(head_dim, dtype):  # H07
+def test_lowered_for_a_tpu_it_has_the_kernels_by_name(head_dim, dtype):
     """Each width that head dimensions are padded to; libtpu compiles 64 and 128 in tpu_compile_test."""
     x, ridge = jax.ShapeDtypeStruct((1, 200, 2, head_dim), dtype), jax.ShapeDtypeStruct((2,), jnp.float32)
     with dispatch.backend("tpu"):
@@ -56,7 +56,7 @@ def test_what_no_kernel_takes_goes_to_xla_with_one_line(platform, caplog):
 
 
 @pytest.mark.parametrize(("platform", "form"), [("tpu", "ridge"), ("tpu", "beta"), ("gpu", "ridge")])
-def test_divided_over_batch_and_heads(platform, form, error):  # H09
+def test_divided_over_batch_and_heads(platform, form, error):
     """Interpreted, against one device without Pallas. Every row and head has its own size, so a wrong offset shows."""
     rng = np.random.default_rng(0)
     size = np.sqrt((1 + np.arange(2.0))[:, None, None, None] * (1 + np.arange(4.0))[:, None])
@@ -96,7 +96,7 @@ def test_divided_over_batch_and_heads(platform, form, error):  # H09
 
 
 @pytest.mark.slow
-def test_three_hundred_bfloat16_steps_stay_finite(micro_config):  # H03
+def test_three_hundred_bfloat16_steps_stay_finite(micro_config):
     """Two Cubit layers on random text, through the interpreted TPU kernels of attention and of the solve."""
     fields = {"model.implementation": "pallas", "model.dtype": "bfloat16", "batch_size": 2, "num_steps": 300}
     config = micro_config("cubit", **fields)

@@ -116,16 +116,15 @@ def wait_for_step(workdir, step, processes):
 
 def records(workdir):
     lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    written = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in written if record["step"]]  # at step 0 stands an evaluation alone
 
 
 def saved_steps(workdir):
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
 
 
-def test_two_processes_preempted_killed_and_gone_on_with_by_one_are_one_run(
-    start, corpus, micro_config, tmp_path
-):  # H19, H28
+def test_two_processes_preempted_killed_and_gone_on_with_by_one_are_one_run(start, corpus, micro_config, tmp_path):
     """Every step stands in the metrics once, with the loss of a run that one process made without a stop."""
     workdir = tmp_path / "run"
     processes = start(workdir)
@@ -210,7 +209,7 @@ def test_error_of_one_process_ends_the_other_in_the_middle_of_a_step(start, tmp_
     assert "Traceback" not in first + second
 
 
-def test_batch_that_four_processes_cannot_share(start, tmp_path):  # H28
+def test_batch_that_four_processes_cannot_share(start, tmp_path):
     processes = start(tmp_path / "run", processes=4, devices=1, fields={"batch_size": 10})
     for output in finish(processes, [1] * 4):
         assert "batch_size=10 must be a multiple of 4 = accumulation_steps=1 x 4 devices sharing the batch" in output

@@ -95,7 +95,7 @@ def test_save_goes_on_while_the_state_is_donated(config, tmp_path):
     assert_equal(Checkpoints(tmp_path).restore(shapes_of(config.to_json()))[0], expected)
 
 
-def test_another_mesh_restores_the_same_numbers(config, tmp_path):  # H19
+def test_another_mesh_restores_the_same_numbers(config, tmp_path):
     state = make_state(config, 5, data=2, fsdp=2, tensor=2)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(5, state, b"{}")
@@ -126,7 +126,7 @@ print(jax.device_count(), json.loads(position)["row"],
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_process_with_fewer_devices_restores_the_same_bits(config, tmp_path, devices):  # H19
+def test_process_with_fewer_devices_restores_the_same_bits(config, tmp_path, devices):
     """Parameters and moments saved on 2 x 4 devices; unlike a mesh over some, the others do not exist."""
     state = make_state(config, 5, data=2, fsdp=4)
     checkpoints = Checkpoints(tmp_path)
@@ -146,7 +146,7 @@ def test_process_with_fewer_devices_restores_the_same_bits(config, tmp_path, dev
 
 @pytest.mark.parametrize(
     "fields, words",
-    [  # H21
+    [
         ({"model.num_layers": 4}, ["layers/block_0", "[2, 16, 2, 8]", "[4, 16, 2, 8]"]),
         ({"model.model_dim": 32}, ["embed/embedding", "[300, 16]", "[300, 32]"]),
         ({"model.mixers": ("deltaformer",), "model.options": {}}, ["w_proj", "missing", "r_proj", "only"]),
@@ -177,7 +177,7 @@ def test_checkpoint_of_another_model_lists_what_differs(micro_config, config, tm
     checkpoints.close()
 
 
-def test_save_into_a_folder_that_is_gone_or_no_folder_fails_at_once(config, tmp_path):  # H22
+def test_save_into_a_folder_that_is_gone_or_no_folder_fails_at_once(config, tmp_path):
     workdir = tmp_path / "run"
     checkpoints = Checkpoints(workdir)
     checkpoints.save(1, make_state(config, 1), b"{}")
@@ -193,7 +193,7 @@ def test_save_into_a_folder_that_is_gone_or_no_folder_fails_at_once(config, tmp_
         checkpoints.save(2, make_state(config, 2), b"{}")
 
 
-def test_failure_in_the_background_is_raised_before_the_next_save(config, tmp_path):  # H22
+def test_failure_in_the_background_is_raised_before_the_next_save(config, tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, make_state(config, 1), b"{}")
     checkpoints.wait()

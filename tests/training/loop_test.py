@@ -96,7 +96,7 @@ def config(micro_config):
 
 
 @pytest.mark.parametrize("num_steps, saved", [(23, [10, 20, 23]), (20, [10, 20])])
-def test_last_step_is_saved_on_and_off_the_interval(config, tmp_path, num_steps, saved):  # H22
+def test_last_step_is_saved_on_and_off_the_interval(config, tmp_path, num_steps, saved):
     config.num_steps = num_steps
     loop = make_loop(config, tmp_path)
     state, evaluation, clock = loop.run(initial())
@@ -107,7 +107,7 @@ def test_last_step_is_saved_on_and_off_the_interval(config, tmp_path, num_steps,
     assert (clock.steps, clock.tokens) == (num_steps, 10 * num_steps)
 
 
-def test_checkpoint_holds_exactly_its_steps(config, tmp_path):  # H20
+def test_checkpoint_holds_exactly_its_steps(config, tmp_path):
     config.num_steps = 10
     make_loop(config, tmp_path).run(initial())
     assert restored(tmp_path) == (10, 55.0, 10)
@@ -136,7 +136,7 @@ def test_killed_while_it_evaluates_no_checkpoint_is_ahead_of_the_metrics(config,
     assert loop.checkpoints.latest_step is None  # else a run that goes on from step 4 would not write its line
 
 
-def test_data_that_end_early_end_the_run_with_what_there_is(config, tmp_path):  # H22
+def test_data_that_end_early_end_the_run_with_what_there_is(config, tmp_path):
     state, _, _ = make_loop(config, tmp_path, batches=Batches(count=13)).run(initial())
     assert int(state["step"]) == 13
     assert restored(tmp_path) == (13, 91.0, 13)
@@ -182,7 +182,7 @@ def test_an_evaluation_among_the_best_is_saved_and_kept(config, tmp_path):
     assert (choose_step(tmp_path, "best"), choose_step(tmp_path)) == (3, 8)
 
 
-def test_folder_lost_while_training_ends_the_run_at_the_next_save(config, tmp_path):  # H22
+def test_folder_lost_while_training_ends_the_run_at_the_next_save(config, tmp_path):
     loop = make_loop(config, tmp_path)
 
     def lose(params):

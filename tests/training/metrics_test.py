@@ -1,6 +1,7 @@
 """Files of metrics that hold each step once, and the arithmetic of utilisation."""
 
 import json
+import time
 import types
 
 import pytest
@@ -12,7 +13,9 @@ from cubit_jax.training import metrics
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(abs(record.pop("time") - time.time()) < 60 for record in written)
+    return written
 
 
 def test_one_object_a_step_with_null_for_what_is_not_finite(tmp_path):
@@ -110,3 +113,19 @@ def test_utilization_is_known_for_known_devices_only():
     assert utilization(1e9, 1e3, [types.SimpleNamespace(device_kind="cpu")]) is None
     devices = [types.SimpleNamespace(device_kind="TPU v4")] * 2
     assert utilization(275e9, 1e3, devices) == pytest.approx(0.5)
+
+
+def test_the_first_line_of_a_run_that_begins_again_stands_once(tmp_path):
+    for _ in range(2):  # the first process was killed before its first checkpoint
+        writers = metrics.open_writers(tmp_path, -1)
+        writers.write(0, {"eval/loss": 5.0})
+        writers.close()
+    assert records(tmp_path) == [{"step": 0, "eval/loss": 5.0}]
+
+
+def test_a_number_that_is_not_finite_is_written_without_a_warning(tmp_path, caplog):
+    writers = metrics.open_writers(tmp_path, -1)
+    writers.write(1, {"train/loss": float("nan"), "gradient_norm": float("inf")})
+    writers.close()
+    assert records(tmp_path) == [{"step": 1, "train/loss": None, "gradient_norm": None}]
+    assert not caplog.records

@@ -17,7 +17,7 @@ def rate(config, update):
     return float(optimizer.learning_rate(config, update - 1))
 
 
-def test_cosine_at_start_warmup_end_middle_and_last(micro_config):  # H25
+def test_cosine_at_start_warmup_end_middle_and_last(micro_config):
     config = micro_config(
         **{
             "num_steps": 110,
@@ -39,7 +39,7 @@ def test_cosine_at_start_warmup_end_middle_and_last(micro_config):  # H25
         assert rate(config, update) == pytest.approx(value, rel=1e-5), update
 
 
-def test_wsd_is_flat_then_linear(micro_config):  # H25
+def test_wsd_is_flat_then_linear(micro_config):
     config = micro_config(
         **{
             "num_steps": 100,
@@ -64,7 +64,17 @@ def test_rate_without_warmup_and_with_one_that_the_run_does_not_finish(micro_con
 
 @pytest.mark.parametrize(
     "field, value",
-    [("schedule", "linear"), ("learning_rate", 0.0), ("weight_decay", -0.1), ("b2", 1.5), ("clip_norm", 0.0)],
+    [
+        ("schedule", "linear"),
+        ("learning_rate", 0.0),
+        ("weight_decay", -0.1),
+        ("b2", 1.5),
+        ("b2", 0.99999999),
+        ("eps", 1e-50),
+        ("b1", 1.0),
+        ("b2", 1.0),
+        ("clip_norm", 0.0),
+    ],
 )
 def test_bad_fields_are_named(micro_config, field, value):
     config = micro_config()
@@ -94,7 +104,7 @@ def changed_by_decay(config, params):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_decay_touches_the_matrices_only_with_scan_on_and_off(micro_config, tied):  # H24
+def test_decay_touches_the_matrices_only_with_scan_on_and_off(micro_config, tied):
     config = micro_config(
         "cubit",
         **{

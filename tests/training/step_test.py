@@ -85,7 +85,7 @@ def uneven(micro_config):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_accumulation_is_weighted_by_tokens(uneven, count):  # H23
+def test_accumulation_is_weighted_by_tokens(uneven, count):
     config, batches, (expected, expected_history) = uneven
     config = config.copy_and_resolve_references()
     config.accumulation_steps = count
@@ -98,7 +98,7 @@ def test_accumulation_is_weighted_by_tokens(uneven, count):  # H23
 
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
-def test_devices_do_not_change_the_result(uneven, sizes):  # H23
+def test_devices_do_not_change_the_result(uneven, sizes):
     config, batches, (expected, expected_history) = uneven
     state, history = run(config, batches, **sizes)
     assert_same_params(state["params"], expected["params"])
@@ -109,7 +109,7 @@ def test_devices_do_not_change_the_result(uneven, sizes):  # H23
     assert kernel.addressable_shards[0].data.size == moments.addressable_shards[0].data.size == share
 
 
-def test_temporary_memory_falls_with_accumulation(micro_config):  # H23
+def test_temporary_memory_falls_with_accumulation(micro_config):
     memory = {}
     for count in (1, 8):
         config = micro_config("transformer", **{"batch_size": 64, "seq_len": 64, "accumulation_steps": count})
@@ -135,7 +135,7 @@ def test_update_that_is_not_finite_is_left_out_and_counted(micro_config):
     assert all(map(np.array_equal, jax.tree.leaves(after["params"]), jax.tree.leaves(straight["params"])))
 
 
-def test_bfloat16_compute_keeps_float32_weights_that_move_at_a_small_rate(micro_config):  # H08
+def test_bfloat16_compute_keeps_float32_weights_that_move_at_a_small_rate(micro_config):
     config = micro_config(
         "cubit",
         **{

@@ -83,7 +83,7 @@ def _diagonal(q, state, k, context, diag, segment_ids, layout=None, implementati
         ("diagonal", 192, 3, 30),
     ],
 )
-def test_values_and_gradients_are_those_of_one_device(name, length, num_heads, window, error):  # H09
+def test_values_and_gradients_are_those_of_one_device(name, length, num_heads, window, error):
     op, arrays, dims = _case(name, length, num_heads, window)
     segment_ids = _segments(length)
     probe = jax.random.normal(jax.random.key(3), (2, length, 1))

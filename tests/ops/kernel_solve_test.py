@@ -200,7 +200,7 @@ def test_options_together(form, segmented, window, error):
     assert error(exact(arrays, cotangent)["u"], expected["u"]) > 1e-2
     actual = run(arrays, cotangent, "xla", block_size=16, **options)
     assert_close(actual, expected, error)
-    assert all(np.abs(x).max() > 1e-3 for x in actual.values())  # H04: no gradient is cut
+    assert all(np.abs(x).max() > 1e-3 for x in actual.values())  # no gradient is cut
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])

@@ -147,17 +147,17 @@ def sizes(smoke: bool) -> None:
     from pallas_kernels.kernel_solve_gpu import BlockSizes
 
     shape = problems.Shape(1, 40, 1, 16, "bfloat16") if smoke else problems.Shape(1, 8192, 16, 128, "bfloat16")
-    problem, chosen = problems.Problem("kernel_solve", shape), BlockSizes.choose
+    problem, chosen = problems.Problem("kernel_solve", shape), BlockSizes.best
     candidates = {"chosen": chosen(shape.length, shape.head_dim)}
     candidates |= {str(sizes): BlockSizes(*sizes) for sizes in (((16, 4, 4, 4, 2),) if smoke else SIZES)}
     timed, expected = {}, problem.reference(min(shape.length, 256))
     try:
         for name, candidate in candidates.items():
-            BlockSizes.choose = lambda *_, candidate=candidate: candidate
+            BlockSizes.best = lambda *_, candidate=candidate: candidate
             for direction in problems.PASSES:
                 timed[name, direction] = cases.prepare(problem, "pallas", direction, expected)
     finally:
-        BlockSizes.choose = chosen
+        BlockSizes.best = chosen
     cases.time_cases(list(timed.values()), 2 if smoke else 7, 0.0 if smoke else 0.01)
     for (name, _), case in timed.items():
         write_line({"sizes": name} | dataclasses.asdict(candidates[name]) | case.record())

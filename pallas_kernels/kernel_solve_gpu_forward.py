@@ -1,143 +1,230 @@
-"""Forward GPU kernel of the causal solve: a wavefront over row blocks (see kernel_solve_gpu)."""
+"""Forward kernel of the causal solve on a GPU.
+
+It computes u of (D + c P) u = rhs (see kernel_solve_gpu) with two products per tile, as flash attention does. One
+program computes one row block of one head, in the order of kernel_solve_gpu_wavefront:
+
+1. it streams the tiles to the left with a running softmax, as far as their u is published (`_tile`);
+2. it finishes the softmax and inverts its diagonal block, which need scores but no u (`_finish_softmax`);
+3. it waits for the row block before it, whose tile is the last, and multiplies with the inverse (`_solve`).
+
+So only two products and the publication lie on the chain from one row block to the next.
+"""
 
 import functools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import kernel_solve_gpu_tiles as tiles
+from pallas_kernels import kernel_solve_gpu_wavefront as wavefront
+from pallas_kernels.kernel_call import Operand, Ref, call
 
-MASKED = -jnp.inf
-NOTHING_SEEN = -1e30  # first running maximum: finite, so that no difference is inf - inf
-
-
-def _kernel(query_ref, key_ref, rhs_ref, coefficient_ref, segment_ref, first_ref, _, *refs, settings):
-    if settings.half:
-        u_ref, lse_ref, half_ref, unit_ref, counters_ref = refs
-    else:
-        u_ref, lse_ref, counters_ref = refs
-    batch_size, _, num_heads, head_dim = query_ref.shape
-    rows, bias = settings.rows, settings.bias
-    block, head = tiles.take_ticket(counters_ref, batch_size * num_heads)
-    b, h = head // num_heads, head % num_heads
-    first = first_ref[b, block]
-    query = tiles.load_rows(query_ref, b, block, h, rows)
-    row_segments = tiles.load_segments(segment_ref, b, block, settings)
-
-    def scores(j, diagonal):
-        key = tiles.load_rows(key_ref, b, j, h, rows)
-        mask = tiles.visible(
-            block, j, row_segments, tiles.load_segments(segment_ref, b, j, settings), settings, diagonal=diagonal
-        )
-        return tiles.masked(mask, tiles.dot(query, key, settings, (1, 1)) * settings.score_scale, MASKED)
-
-    def load_u(j, unit):
-        """Solution block j and the unit it is in: `unit` itself, which is 1, where u is float32."""
-        if settings.half:
-            return tiles.load_rows(half_ref, b, j, h, rows), unit_ref[b, h, j]
-        return tiles.load_rows(u_ref, b, j, h, rows), unit
-
-    def tile(j, carry):
-        acc, top, total, unit = carry
-        s = scores(j, False)
-        new_top = jnp.maximum(top, jnp.max(s, axis=1))
-        e = jnp.exp2(s - (new_top - bias)[:, None])
-        shrink = jnp.exp2(top - new_top)
-        u, new_unit = load_u(j, unit)
-        # The accumulator is in the unit of the last tile, so float16 units cost nothing beside the rescaling there is.
-        acc = acc * (shrink * (unit / new_unit))[:, None] + tiles.dot(e.astype(u.dtype), u, settings)
-        return acc, new_top, total * shrink + jnp.sum(e, axis=1), new_unit
-
-    one = (block * 0 + 1).astype(jnp.float32)  # not a constant, which the lowering does not take in a loop's state
-    carry = (
-        jnp.zeros((rows, head_dim), jnp.float32),
-        jnp.full((rows,), NOTHING_SEEN, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-        one,
-    )
-    last = jnp.maximum(block - 1, first)
-    (acc, top, total, unit), seen = tiles.stream(counters_ref, head, first, last, tile, carry, block * 0)
-
-    # The normaliser needs scores only: finish it, and invert the diagonal block, before waiting for the block above.
-    has_last = first < block
-    previous = jnp.maximum(block - 1, 0)
-    s_last = jnp.where(has_last, scores(previous, False), MASKED)
-    s_own = scores(block, True)
-    new_top = jnp.maximum(top, jnp.maximum(jnp.max(s_last, axis=1), jnp.max(s_own, axis=1)))
-    shrink = jnp.exp2(top - new_top)
-    e_last = jnp.exp2(s_last - (new_top - bias)[:, None])
-    e_own = jnp.exp2(s_own - (new_top - bias)[:, None])
-    total = total * shrink + jnp.sum(e_last, axis=1) + jnp.sum(e_own, axis=1)
-    total = jnp.where(total > 0.0, total, 1.0)  # a row that sees nothing has no weights
-    acc = acc * shrink[:, None]
-    e_last = e_last.astype(jnp.float16 if settings.half else jnp.float32)
-    tiles.store_vector(lse_ref, b, block, h, rows, new_top + jnp.log2(total) - bias)
-
-    # (c E + D diag(total)) u = total rhs - c acc: the system in weights that are not yet normalised.
-    row = lax.broadcasted_iota(jnp.int32, (rows, rows), 0)
-    column = lax.broadcasted_iota(jnp.int32, (rows, rows), 1)
-    if settings.strict:
-        beta = tiles.load_vector(coefficient_ref, b, block, h, rows)
-        diagonal = total
-        n = e_own * (beta / diagonal)[:, None]
-    else:
-        diagonal = jnp.sum(jnp.where(row == column, e_own, 0.0), axis=1) + coefficient_ref[h] * total
-        diagonal = jnp.where(diagonal == 0.0, jnp.inf, diagonal)  # ridge 0 and nothing seen: u = 0
-        n = jnp.where(column < row, e_own, 0.0) / diagonal[:, None]
-    inverse = tiles.unit_lower_inverse(n, settings)
-
-    seen = tiles.wait_for(counters_ref, head, jnp.where(has_last, block, 0), seen)
-    u, new_unit = load_u(previous, unit)
-    u, new_unit = jnp.where(has_last, u, jnp.zeros_like(u)), jnp.where(has_last, new_unit, 1.0)
-    acc = acc * unit + tiles.dot(e_last, u, settings) * new_unit
-    if settings.strict:
-        acc = acc * beta[:, None]
-    rhs = tiles.load_rows(rhs_ref, b, block, h, rows).astype(jnp.float32)
-    solution = tiles.dot(inverse, (rhs * total[:, None] - acc) / diagonal[:, None], settings)
-    tiles.store_rows(u_ref, b, block, h, rows, solution)
-    if settings.half:
-        if settings.segmented:  # nobody sees padding, and its u = rhs / ridge would set the unit
-            solution = jnp.where((row_segments != 0)[:, None], solution, 0.0)
-        half, unit = tiles.quantize(solution)
-        tiles.store_rows(half_ref, b, block, h, rows, half)
-        unit_ref[b, h, block] = jnp.sum(unit)
-    # Counters count blocks from the front; one that did not need its predecessors still waits before it is counted.
-    tiles.wait_for(counters_ref, head, block, seen)
-    tiles.publish(counters_ref, head, block + 1, settings)
+MASKED = -jnp.inf  # score of a column that is not seen
+FLOOR = -1e30  # first running maximum: finite, so that no difference is inf - inf
 
 
-def forward(query, key, rhs, coefficient, segment_ids, first, *, settings, warps, stages):
+class Refs(NamedTuple):
+    """The whole arrays; a program reads and writes its part."""
+
+    query: Ref  # [B, L, H, K]
+    key: Ref  # [B, L, H, K]
+    rhs: Ref  # [B, L, H, K]
+    coefficient: Ref  # ridge [H], or beta [B, H, L]
+    segments: Ref  # [B, L], a dummy without segments
+    first: Ref  # [B, L / C], the first block that any row of a block sees
+    zeros: Ref  # the memory of `counters`
+    u: Ref  # out: [B, L, H, K]
+    lse: Ref  # out: [B, H, L], log-sum-exp in base 2
+    counters: Ref  # out: see kernel_solve_gpu_wavefront
+    u_half: Ref = None  # out, 16-bit inputs: [B, L, H, K], u in float16, in units
+    unit: Ref = None  # out, 16-bit inputs: [B, H, L / C], the unit of each block of u_half
+
+
+class _Place(NamedTuple):
+    """Which rows a program computes."""
+
+    batch: jax.Array
+    block: jax.Array
+    head: jax.Array
+    counter: jax.Array  # number of the head among all of the batch
+
+
+def forward(
+    settings: tiles.Settings,
+    query: jax.Array,
+    key: jax.Array,
+    rhs: jax.Array,
+    coefficient: jax.Array,
+    segment_ids: jax.Array,
+    first: jax.Array,
+    *,
+    warps: int,
+    stages: int,
+) -> dict[str, jax.Array]:
     """Solves the padded system.
 
     Args:
       query, key: [B, L, H, K], L a multiple of settings.rows, K a power of two of at least 16.
       rhs: [B, L, H, K].
       coefficient: float32 ridge [H], or beta [B, H, L] if settings.strict.
-      segment_ids: [B, L] int32 (a dummy unless settings.segmented).
-      first: [B, L / rows] int32, the first block that any row of a block can see.
+      segment_ids: [B, L] int32, a dummy unless settings.segmented.
+      first: [B, L / rows] int32, the first block that any row of a block sees.
+      warps, stages: of Triton's compiler.
 
     Returns:
-      u [B, L, H, K] float32 and the base-2 log-sum-exp of the visible scores [B, H, L] float32.
+      u [B, L, H, K] float32 and lse [B, H, L] float32, the log-sum-exp of the visible scores in base 2.
     """
-    batch_size, length, num_heads, head_dim = query.shape
+    batch_size, length, num_heads, _ = query.shape
     blocks = length // settings.rows
-    counters = tiles.new_counters(batch_size * num_heads)
-    out = [((batch_size, length, num_heads, head_dim), jnp.float32), ((batch_size, num_heads, length), jnp.float32)]
+    counters = wavefront.new_counters(batch_size * num_heads)
+    outputs = [
+        Operand("u", jax.ShapeDtypeStruct(query.shape, jnp.float32)),
+        Operand("lse", jax.ShapeDtypeStruct((batch_size, num_heads, length), jnp.float32)),
+    ]
     if settings.half:
-        out += [
-            ((batch_size, length, num_heads, head_dim), jnp.float16),
-            ((batch_size, num_heads, blocks), jnp.float32),
+        outputs += [
+            Operand("u_half", jax.ShapeDtypeStruct(query.shape, jnp.float16)),
+            Operand("unit", jax.ShapeDtypeStruct((batch_size, num_heads, blocks), jnp.float32)),
         ]
-    out.append((counters.shape, jnp.int32))
-    u, lse, *_ = tiles.call(
+    return call(
         functools.partial(_kernel, settings=settings),
-        "kernel_solve_gpu_forward",
-        (query, key, rhs, coefficient, segment_ids, first, counters),
-        out,
-        (blocks * batch_size * num_heads,),
-        settings=settings,
-        warps=warps,
-        stages=stages,
-        aliases={6: len(out) - 1},
+        Refs,
+        inputs=[
+            Operand("query", query),
+            Operand("key", key),
+            Operand("rhs", rhs),
+            Operand("coefficient", coefficient),
+            Operand("segments", segment_ids),
+            Operand("first", first),
+            Operand("zeros", counters),
+        ],
+        outputs=[*outputs, Operand("counters", jax.ShapeDtypeStruct(counters.shape, jnp.int32))],
+        aliases={"zeros": "counters"},
+        grid=(blocks * batch_size * num_heads,),
+        interpret=settings.interpret,
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        name="kernel_solve_gpu_forward",
     )
-    return u, lse
+
+
+def _kernel(refs, settings):
+    s = settings
+    batch_size, _, num_heads, head_dim = refs.query.shape
+    block, counter = wavefront.take_ticket(refs.counters, batch_size * num_heads)
+    place = _Place(counter // num_heads, block, counter % num_heads, counter)
+    first = refs.first[place.batch, block]
+    query = tiles.load_rows(refs.query, place.batch, block, place.head, s.rows)
+    row_segments = tiles.load_segments(s, refs.segments, place.batch, block)
+    scores = functools.partial(_scores, s, refs, place, query, row_segments)
+
+    def tile(j, carry):
+        return _tile(s, refs, place, scores(j, False), j, carry)
+
+    one = (block * 0 + 1).astype(jnp.float32)  # not a constant, which the lowering does not take in a loop's state
+    carry = (
+        jnp.zeros((s.rows, head_dim), jnp.float32),
+        jnp.full((s.rows,), FLOOR, jnp.float32),
+        jnp.zeros((s.rows,), jnp.float32),
+        one,
+    )
+    last = jnp.maximum(block - 1, first)
+    carry, seen = wavefront.stream(refs.counters, counter, first, last, tile, carry, block * 0)
+
+    # The normaliser needs scores only: finish it, and invert the diagonal block, before waiting for the block above.
+    has_last = first < block
+    previous = jnp.maximum(block - 1, 0)
+    rows = _finish_softmax(s, refs, place, scores, previous, has_last, carry)
+    _solve(s, refs, place, row_segments, previous, has_last, seen, rows)
+
+
+def _scores(s, refs, place, query, row_segments, j, diagonal):
+    """Scores of tile j in base 2, MASKED where a row does not see a column."""
+    key = tiles.load_rows(refs.key, place.batch, j, place.head, s.rows)
+    column_segments = tiles.load_segments(s, refs.segments, place.batch, j)
+    mask = tiles.visible(s, place.block, j, row_segments, column_segments, diagonal=diagonal)
+    return tiles.masked(mask, tiles.dot(s, query, key, (1, 1)) * s.log2_scale, MASKED)
+
+
+def _load_u(s, refs, place, j, unit):
+    """Solution block j and the unit it is in: `unit` itself, which is 1, where u is float32."""
+    if s.half:
+        return tiles.load_rows(refs.u_half, place.batch, j, place.head, s.rows), refs.unit[place.batch, place.head, j]
+    return tiles.load_rows(refs.u, place.batch, j, place.head, s.rows), unit
+
+
+def _tile(s, refs, place, scores, j, carry):
+    """One step of the running softmax. weighted, the sum of weights times u, is in the unit of the last tile."""
+    weighted, maximum, total, unit = carry
+    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - (new_maximum - s.bias)[:, None])
+    rescale = jnp.exp2(maximum - new_maximum)
+    u, new_unit = _load_u(s, refs, place, j, unit)
+    # So float16 units cost nothing beside the rescaling that a running softmax has anyway.
+    weighted = weighted * (rescale * (unit / new_unit))[:, None] + tiles.dot(s, weights.astype(u.dtype), u)
+    return weighted, new_maximum, total * rescale + jnp.sum(weights, axis=1), new_unit
+
+
+class _Rows(NamedTuple):
+    """A row block after its softmax: (c E + D diag(total)) u = total rhs - c weighted, E not normalised."""
+
+    weighted: jax.Array  # [C, K] float32, weights times u of all tiles but the last, in `unit`
+    weights_last: jax.Array  # [C, C], weights of the tile before the diagonal block
+    total: jax.Array  # [C], sum of the weights
+    beta: jax.Array | None  # [C], DeltaFormer
+    diagonal: jax.Array  # [C], of the system
+    inverse: jax.Array  # [C, C], of the diagonal block after division by `diagonal`
+    unit: jax.Array  # scalar
+
+
+def _finish_softmax(s, refs, place, scores, previous, has_last, carry):
+    """The softmax with the last two tiles, and the inverse of the diagonal block."""
+    weighted, maximum, total, unit = carry
+    scores_last = jnp.where(has_last, scores(previous, False), MASKED)
+    scores_own = scores(place.block, True)
+    new_maximum = jnp.maximum(maximum, jnp.maximum(jnp.max(scores_last, axis=1), jnp.max(scores_own, axis=1)))
+    rescale = jnp.exp2(maximum - new_maximum)
+    last = jnp.exp2(scores_last - (new_maximum - s.bias)[:, None])
+    own = jnp.exp2(scores_own - (new_maximum - s.bias)[:, None])
+    total = total * rescale + jnp.sum(last, axis=1) + jnp.sum(own, axis=1)
+    total = jnp.where(total > 0.0, total, 1.0)  # a row that sees nothing has no weights
+    weighted = weighted * rescale[:, None]
+    last = last.astype(jnp.float16 if s.half else jnp.float32)
+    tiles.store_vector(refs.lse, place.batch, place.block, place.head, s.rows, new_maximum + jnp.log2(total) - s.bias)
+    row = lax.broadcasted_iota(jnp.int32, (s.rows, s.rows), 0)
+    column = lax.broadcasted_iota(jnp.int32, (s.rows, s.rows), 1)
+    beta = None
+    if s.strict:
+        beta = tiles.load_vector(refs.coefficient, place.batch, place.block, place.head, s.rows)
+        diagonal = total
+        below = own * (beta / diagonal)[:, None]
+    else:
+        diagonal = jnp.sum(jnp.where(row == column, own, 0.0), axis=1) + refs.coefficient[place.head] * total
+        diagonal = jnp.where(diagonal == 0.0, jnp.inf, diagonal)  # ridge 0 and nothing seen: u = 0
+        below = jnp.where(column < row, own, 0.0) / diagonal[:, None]
+    return _Rows(weighted, last, total, beta, diagonal, tiles.unit_lower_inverse(s, below), unit)
+
+
+def _solve(s, refs, place, row_segments, previous, has_last, seen, rows):
+    """u of the row block, stored and published."""
+    b, h, block = place.batch, place.head, place.block
+    seen = wavefront.wait_for(refs.counters, place.counter, jnp.where(has_last, block, 0), seen)
+    u, unit = _load_u(s, refs, place, previous, rows.unit)
+    u, unit = jnp.where(has_last, u, jnp.zeros_like(u)), jnp.where(has_last, unit, 1.0)
+    weighted = rows.weighted * rows.unit + tiles.dot(s, rows.weights_last, u) * unit
+    if s.strict:
+        weighted = weighted * rows.beta[:, None]
+    rhs = tiles.load_rows(refs.rhs, b, block, h, s.rows).astype(jnp.float32)
+    u = tiles.dot(s, rows.inverse, (rhs * rows.total[:, None] - weighted) / rows.diagonal[:, None])
+    tiles.store_rows(refs.u, b, block, h, s.rows, u)
+    if s.half:
+        if s.segmented:  # nobody sees padding, and its u = rhs / ridge would set the unit
+            u = jnp.where((row_segments != 0)[:, None], u, 0.0)
+        half, unit = tiles.quantize(u)
+        tiles.store_rows(refs.u_half, b, block, h, s.rows, half)
+        refs.unit[b, h, block] = jnp.sum(unit)
+    # Counters count blocks from the front; one that did not need its predecessors still waits before it is counted.
+    wavefront.wait_for(refs.counters, place.counter, block, seen)
+    wavefront.publish(refs.counters, place.counter, block + 1, s.interpret)

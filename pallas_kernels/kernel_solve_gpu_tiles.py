@@ -1,57 +1,59 @@
-"""What the GPU kernels of the causal solve share: static settings, tile products, masks, the counter protocol.
+"""What the GPU kernels of the causal solve share: settings, products, masks, loads and stores, inverses.
 
-Letters: C rows a block (tiles are C x C), K head dim (padded to a power of two), I/J the block of rows/columns that one
-program owns, i/j the blocks it streams. Arrays keep the layout [B, L, H, K]; row vectors are [B, H, L].
+L is the sequence length, H the number of heads, K the head dimension, padded to a power of two. A tile is C rows of the
+system by C columns of it. Arrays keep the layout [B, L, H, K]; row vectors are [B, H, L]. Functions take and return
+values in registers unless they say otherwise.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
-LOG2E = 1.4426950408889634
-COUNTER_STRIDE = 32  # int32 words: one 128-byte line of memory a counter, so that heads do not contend for one
+from pallas_kernels.kernel_call import Ref
+
+LOG2_E = math.log2(math.e)
 SUBSTITUTED = 16  # rows of the blocks inverted by substitution before matrix products merge them
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Static settings of one call; the same object goes to all of its kernels.
+    """Everything that is known when a kernel is compiled; all kernels of a call get the same.
 
     Attributes:
-      strict: j < i and unit diagonal with beta (DeltaFormer); else j <= i with a ridge (Cubit).
-      segmented: segment ids are given; zero is padding.
-      window: i - j < window, or None.
-      scale: factor of the scores.
       rows: C, a power of two of at least 16.
+      strict: row i sees j < i and D = 1 (DeltaFormer); else j <= i and D = ridge (Cubit).
+      scale: factor of the scores.
+      window: row i sees i - j < window, or None.
+      segmented: segment ids are given; zero is padding.
       half: products of weights and solutions in float16 (16-bit inputs); else three-term TF32 (float32 inputs).
       interpret: Pallas' interpreter, for a CPU.
     """
 
-    strict: bool
-    segmented: bool
-    window: int | None
-    scale: float
     rows: int
+    strict: bool
+    scale: float
+    window: int | None
+    segmented: bool
     half: bool
     interpret: bool
 
     @property
-    def bias(self):
+    def bias(self) -> float:
         """Binary exponent added to weights, which are at most 1, so that float16 keeps those down to 2^-29 normal."""
         return 15.0 if self.half else 0.0
 
     @property
-    def score_scale(self):
-        """Scores are in base 2: exp2 is the instruction there is."""
-        return self.scale * LOG2E
+    def log2_scale(self) -> float:
+        """Scores are in base 2, because the hardware has exp2."""
+        return self.scale * LOG2_E
 
 
-def dot(a, b, settings, contract=(1, 0)):
-    """a @ b summed in float32, contracting dimension contract[0] of a with contract[1] of b.
+def dot(settings: Settings, a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    """A product with float32 accumulation; contract names the summed axis of a and of b.
 
     Float32 operands are never rounded to TF32 once, which is what Triton's default precision does: three TF32 products,
     or float32 where the interpreter runs on a CPU, which has no TF32.
@@ -67,7 +69,7 @@ def _power_of_two(exponent):
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def quantize(x, axes=(0, 1)):
+def quantize(x: jax.Array, axes: tuple[int, ...] = (0, 1)) -> tuple[jax.Array, jax.Array]:
     """x float32 -> (x / unit in float16, unit float32), unit the power of two that brings max|x| over `axes` near 2^15.
 
     `unit` keeps the reduced axes with size 1. The clip bounds ratios of two units, which scale accumulators.
@@ -80,33 +82,45 @@ def quantize(x, axes=(0, 1)):
     return (x * _power_of_two(-exponent)).astype(jnp.float16), _power_of_two(exponent)
 
 
-def load_rows(ref, batch, block, head, rows):
+def load_rows(ref: Ref, batch: jax.Array, block: jax.Array, head: jax.Array, rows: int) -> jax.Array:
     """[C, K] rows of a [B, L, H, K] array."""
     return ref[batch, pl.ds(block * rows, rows), head, :]
 
 
-def store_rows(ref, batch, block, head, rows, value):
+def store_rows(ref: Ref, batch: jax.Array, block: jax.Array, head: jax.Array, rows: int, value: jax.Array) -> None:
     ref[batch, pl.ds(block * rows, rows), head, :] = value.astype(ref.dtype)
 
 
-def load_vector(ref, batch, block, head, rows):
+def load_vector(ref: Ref, batch: jax.Array, block: jax.Array, head: jax.Array, rows: int) -> jax.Array:
     """[C] entries of a [B, H, L] array."""
     return ref[batch, head, pl.ds(block * rows, rows)]
 
 
-def store_vector(ref, batch, block, head, rows, value):
+def store_vector(ref: Ref, batch: jax.Array, block: jax.Array, head: jax.Array, rows: int, value: jax.Array) -> None:
     ref[batch, head, pl.ds(block * rows, rows)] = value
 
 
-def load_segments(ref, batch, block, settings):
+def load_segments(settings: Settings, ref: Ref, batch: jax.Array, block: jax.Array) -> jax.Array | None:
     """[C] segment ids, or None where there are none."""
     return ref[batch, pl.ds(block * settings.rows, settings.rows)] if settings.segmented else None
 
 
-def visible(i, j, row_segments, column_segments, settings, *, diagonal, transposed=False):
-    """[C, C] bool: which columns of tile (i, j) its rows see, or None if all; [column, row] if transposed.
+def visible(
+    settings: Settings,
+    i: jax.Array,
+    j: jax.Array,
+    row_segments: jax.Array | None,
+    column_segments: jax.Array | None,
+    *,
+    diagonal: bool,
+    transposed: bool = False,
+) -> jax.Array | None:
+    """Mask [C, C] of tile (i, j), or None where nothing is hidden.
 
-    diagonal: i == j, where causality cuts through the tile; off the diagonal only window and segments do.
+    Args:
+      row_segments, column_segments: ids [C] of the tile's rows and columns.
+      diagonal: whether i == j, where causality cuts through the tile.
+      transposed: the mask's axes are (column, row), not (row, column).
     """
     rows = settings.rows
     row_axis, column_axis = (1, 0) if transposed else (0, 1)
@@ -126,15 +140,16 @@ def visible(i, j, row_segments, column_segments, settings, *, diagonal, transpos
     return mask
 
 
-def masked(mask, x, fill):
+def masked(mask: jax.Array | None, x: jax.Array, fill: float) -> jax.Array:
     return x if mask is None else jnp.where(mask, x, fill)
 
 
-def unit_lower_inverse(n, settings):
+def unit_lower_inverse(settings: Settings, n: jax.Array) -> jax.Array:
     """(I + n)^-1 for strictly lower triangular n [C, C] float32.
 
-    Blocks of 16 rows by substitution, all at once in 15 rank-one steps, then merged in pairs: X <- X - X O X with O the
-    part of n between the two of a pair. Repeated squaring would be fewer steps but overflows with near-uniform weights.
+    The blocks of 16 rows on the diagonal are inverted by forward substitution, all at once in 15 rank-one steps.
+    Products then merge them in pairs: X <- X - X O X, with O the part of n between the two of a pair. Repeated squaring
+    would need fewer steps, but overflows for uniform weights.
     """
     size, sub = settings.rows, SUBSTITUTED
     count = size // sub
@@ -162,72 +177,8 @@ def unit_lower_inverse(n, settings):
         between = ((block_row >> level) != (block_column >> level)) & (
             (block_row >> (level + 1)) == (block_column >> (level + 1))
         )
-        product = dot(jnp.where(between, n, 0.0), x, settings)
-        return x - dot(x, product, settings)
+        product = dot(settings, jnp.where(between, n, 0.0), x)
+        return x - dot(settings, x, product)
 
     # A loop, not unrolled: unrolled levels cost kilobytes of spilled registers.
     return lax.fori_loop(0, count.bit_length() - 1, merge, x)
-
-
-def take_ticket(counters_ref, num_heads_total):
-    """(block in ticket order, batch*head) of this program.
-
-    Programs start in no defined order, and a program waits for earlier blocks of its head. Taking numbers at the start
-    makes every block that is waited for belong to a program that already runs, so nothing can wait for ever.
-    """
-    ticket = plt.atomic_add(counters_ref, (pl.program_id(0) * 0,), jnp.int32(1))
-    return ticket // num_heads_total, ticket % num_heads_total
-
-
-def _counter(head):
-    return ((head + 1) * COUNTER_STRIDE,)
-
-
-def wait_for(counters_ref, head, count, seen):
-    """Spins until `count` blocks of the head are published; returns how many are (`seen` if that is enough already).
-
-    atomic_max with 0 reads with acquire order: loads after it see what was stored before the counter was raised.
-    """
-    return lax.while_loop(lambda n: n < count, lambda n: plt.atomic_max(counters_ref, _counter(head), n * 0), seen)
-
-
-def publish(counters_ref, head, count, settings):
-    """Raises the head's counter to `count` after every thread of this program has stored its part."""
-    if not settings.interpret:
-        plt.debug_barrier()
-    plt.atomic_max(counters_ref, _counter(head), count)
-
-
-def new_counters(num_heads_total):
-    """The ticket, then a counter a head."""
-    return jnp.zeros(((num_heads_total + 1) * COUNTER_STRIDE,), jnp.int32)
-
-
-def stream(counters_ref, head, start, stop, tile, carry, seen):
-    """Runs carry = tile(t, carry) for t in [start, stop), waiting until each block t is published.
-
-    Published blocks run in a plain loop, which the compiler pipelines; only reaching the end of them polls.
-    Returns (carry, published blocks seen).
-    """
-
-    def more(state):
-        t, seen, carry = state
-        seen = wait_for(counters_ref, head, t + 1, seen)
-        end = jnp.minimum(seen, stop)
-        return end, seen, lax.fori_loop(t, end, tile, carry)
-
-    _, seen, carry = lax.while_loop(lambda state: state[0] < stop, more, (start, seen, carry))
-    return carry, seen
-
-
-def call(kernel, name, operands, out_shapes, grid, *, settings, warps, stages, aliases=None):
-    """pallas_call on whole arrays, a program indexing what it needs. out_shapes: (shape, dtype) an output."""
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in out_shapes],
-        input_output_aliases=aliases or {},
-        interpret=settings.interpret,
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
-        name=name,
-    )(*operands)

@@ -1,26 +1,30 @@
-"""The triangular system of Cubit and DeltaFormer as a pair of TPU kernels.
+"""The causal solve of Cubit and DeltaFormer as TPU kernels (Pallas, Mosaic backend).
 
-    D_i u_i + c_i sum_{visible j} P_ij u_j = rhs_i,   P = softmax_visible(scale * query key^T)
+    D_i u_i + c_i sum_{visible j} P_ij u_j = rhs_i,    P = softmax_visible(scale * query key^T)
 
-Cubit (arXiv 2605.06501, eq. 13): c = 1, the diagonal is visible, D = ridge. DeltaFormer (arXiv 2505.19488): c = beta,
-strictly lower triangular, D = 1. The forward kernel makes two matrix products a tile, the backward kernel five, as
-flash attention does; memory is linear in the length.
+Cubit (arXiv 2605.06501, eq. 13): c = 1, j <= i, D = ridge, per head.
+DeltaFormer (arXiv 2505.19488): c = beta, j < i, D = 1.
+
+There is one forward kernel (kernel_solve_tpu_forward), with two matrix products per tile, and one backward kernel
+(kernel_solve_tpu_backward), with five, as in flash attention. Memory is linear in the length. This module has the
+public function, its limits and block sizes, the padding and the derivative rule.
 """
 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks_tpu import LANES, Settings
+from pallas_kernels.kernel_solve_inputs import check, pad, pad_rows_of_heads
 from pallas_kernels.kernel_solve_tpu_backward import backward, backward_bytes
 from pallas_kernels.kernel_solve_tpu_forward import forward, forward_bytes
+from pallas_kernels.kernel_solve_tpu_tiles import LANES, MIB, Settings
 
 HEAD_DIMS = (64, 128, 256)
-MIB = 2**20
-# Bytes a core, by device kind.
+# Bytes per core, by device kind.
 VECTOR_MEMORY = {
     "TPU v5 lite": 128 * MIB,
     "TPU v5": 64 * MIB,
@@ -33,8 +37,11 @@ VECTOR_MEMORY = {
 class BlockSizes:
     """Tiles of the two kernels.
 
-    rows: rows that are solved at once, a multiple of 128. columns: width of a tile, a multiple of rows. heads: heads a
-    program handles side by side, which hides the latency of the solve; it must divide the number of heads.
+    Attributes:
+      rows, backward_rows: number of rows that are solved at once, a multiple of 128.
+      columns, backward_columns: width of a tile, a multiple of rows.
+      heads, backward_heads: number of heads that one program handles side by side, which hides the latency of the
+        solve. It must divide the number of heads.
     """
 
     rows: int
@@ -52,10 +59,13 @@ class BlockSizes:
                 raise ValueError(f"{columns=} must be a multiple of {rows=}")
 
     @classmethod
-    def best(cls, device_kind, length, num_heads, head_dim, precise, rows=None):
-        """Sizes for a device kind as JAX names it; one that is not known gets those for the smallest vector memory.
+    def best(
+        cls, device_kind: str, length: int, num_heads: int, head_dim: int, precise: bool, rows: int | None = None
+    ) -> "BlockSizes":
+        """Sizes for a device kind as JAX names it. An unknown one gets the sizes for the smallest vector memory.
 
-        Raises NotImplementedError where what has to stay in vector memory does not fit.
+        Raises:
+          NotImplementedError: what has to stay in vector memory does not fit.
         """
         memory = VECTOR_MEMORY.get(device_kind, min(VECTOR_MEMORY.values()))
         large = memory >= 128 * MIB
@@ -68,29 +78,37 @@ class BlockSizes:
             wide = tall = (rows, rows)
         length = -(-length // rows) * rows
 
-        def fitting(need, tiles, most, share):
-            """The tile and the number of heads with most rows at once that leave enough; else the least, if it fits."""
-            heads = [n for n in _allowed_heads(num_heads, head_dim) if n <= most]
-            fits = {(*tile, n): need(length, *tile, n, head_dim, precise) for tile in tiles for n in heads}
-            # The rest is what XLA may want for the arrays around it: with more than three eighths for the forward
-            # kernel, four heads at L=8192 did not compile for v5p.
-            enough = [sizes for sizes, size in fits.items() if size <= share * memory // 8]
-            if enough:
-                return max(enough, key=lambda sizes: (sizes[0] * sizes[2], sizes[2]))
-            if fits and min(fits.values()) <= 7 * memory // 8:
-                return min(fits, key=fits.get)
+        def fitting(need, tiles, most_heads, share):
+            heads = [n for n in _allowed_heads(num_heads, head_dim) if n <= most_heads]
+            sizes = [(*tile, n) for tile in tiles for n in heads]
+            need = {x: need(length, *x, head_dim, precise) for x in sizes}
+            if found := _largest_that_fits(need, share * memory // 8, 7 * memory // 8):
+                return found
             raise NotImplementedError(
                 f"the TPU kernel keeps u and its gradients in vector memory: {length=} with {num_heads=}, {head_dim=} "
                 f"does not fit in {memory // MIB} MiB"
             )
 
         # Estimates (experiments/README.md): with little memory the forward kernel gains more from heads side by side.
+        # A share is what leaves XLA enough for the arrays around the kernel: with more than three eighths for the
+        # forward kernel, four heads at L=8192 did not compile for v5p.
         forward_tiles = (tall, wide) if large else (wide,)
         together = max(1, LANES // head_dim) * (2 if large else 1)
         return cls(
             *fitting(functools.partial(forward_bytes, residuals=False), forward_tiles, 2 if precise else 4, 3),
             *fitting(backward_bytes, (tall, wide), together, 4),
         )
+
+
+def _largest_that_fits(need, enough, limit):
+    """Of {(rows, columns, heads): bytes} the sizes with the most rows at once in `enough` bytes.
+
+    If there are none, those with the least bytes, if these are within `limit`; else None.
+    """
+    if fits := [sizes for sizes, size in need.items() if size <= enough]:
+        return max(fits, key=lambda sizes: (sizes[0] * sizes[2], sizes[2]))
+    least = min(need, key=need.get, default=None)
+    return least if least and need[least] <= limit else None
 
 
 def _allowed_heads(num_heads, head_dim):
@@ -100,55 +118,49 @@ def _allowed_heads(num_heads, head_dim):
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
+    """What the derivative rule knows besides arrays."""
+
     forward: Settings
     backward: Settings
     interpret: object
 
 
 def kernel_solve(
-    query,
-    key,
-    rhs,
+    query: jax.Array,
+    key: jax.Array,
+    rhs: jax.Array,
     *,
-    ridge=None,
-    beta=None,
-    segment_ids=None,
-    window=None,
-    scale=1.0,
-    block_size=None,
-    interpret=False,
-):
-    """Solves the triangular system of Cubit (ridge) or DeltaFormer (beta); differentiable in every array.
+    ridge: jax.Array | None = None,
+    beta: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    window: int | None = None,
+    scale: float = 1.0,
+    block_size: BlockSizes | int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Solves the causal system without storing its matrix; differentiable in every floating-point array.
 
     Args:
-      query, key, rhs: [B, L, H, K]. Both query and key bfloat16: products take bfloat16 operands and sum in float32.
+      query, key: [B, L, H, K], K <= 256. If both are bfloat16, products take bfloat16 operands and sum in float32.
         Otherwise everything is float32.
-      ridge: [H]; Cubit, row i sees j <= i. Exactly one of ridge and beta is given.
-      beta: [B, L, H]; DeltaFormer, row i sees j < i.
-      segment_ids: [B, L] int; a row sees its own segment only, 0 is padding, which sees nothing.
-      window: row i sees i - j < window.
-      scale: static factor of the scores.
-      block_size: BlockSizes, or rows a block (a multiple of 128), or None for the sizes of the device.
-      interpret: run as Pallas' interpreter does: True or pltpu.InterpretParams.
+      rhs: [B, L, H, K], any floating-point dtype but float64.
+      ridge: [H], the diagonal D of the inclusive system (Cubit). Exactly one of ridge and beta is given.
+      beta: [B, L, H], the row factors c of the strict system with unit diagonal (DeltaFormer).
+      segment_ids: [B, L] integers; rows see columns of their own id only, and padding, id 0, sees nothing.
+      window: row i sees columns j with i - j < window.
+      scale: factor of the scores, a Python number.
+      block_size: BlockSizes, or the number of rows per block (a multiple of 128), or None for those of the device.
+      interpret: run in Pallas' interpreter (on a CPU): True or pltpu.InterpretParams.
 
     Returns:
       u [B, L, H, K] float32.
 
     Raises:
-      NotImplementedError: the head dimension or the length is beyond what these kernels hold; the message says which.
+      NotImplementedError: float64 arguments, a head dimension, length or block_size that these kernels do not have.
       ValueError: a malformed input.
     """
-    if (ridge is None) == (beta is None):
-        raise ValueError("exactly one of ridge and beta must be given")
-    if not query.shape == key.shape == rhs.shape or query.ndim != 4:
-        raise ValueError(f"{query.shape=}, {key.shape=} and {rhs.shape=} must be one [B, L, H, K]")
+    check("TPU", query, key, rhs, ridge, beta, HEAD_DIMS[-1])
     batch, length, num_heads, head_dim = query.shape
-    if 0 in query.shape:
-        raise NotImplementedError(f"the TPU kernel needs elements, got {query.shape}")
-    if head_dim > HEAD_DIMS[-1]:
-        raise NotImplementedError(f"the TPU kernel takes head dimensions up to {HEAD_DIMS[-1]}, not {head_dim}")
-    if any(x.dtype == jnp.float64 for x in (query, key, rhs)):
-        raise NotImplementedError("the TPU kernel computes in float32, not float64")
     precise = not query.dtype == key.dtype == jnp.bfloat16
     if precise:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
@@ -157,6 +169,7 @@ def kernel_solve(
     sizes, padded_dim = _sizes(block_size, length, num_heads, head_dim, precise)
     unit = math.lcm(sizes.rows, sizes.backward_rows)
     padded_length = -(-length // unit) * unit
+    rows_missing = padded_length - length
 
     def settings(rows, columns, heads):
         return Settings(
@@ -168,7 +181,7 @@ def kernel_solve(
             strict=beta is not None,
             scale=float(scale),
             window=None if window is None or window >= length else int(window),
-            segments=segment_ids is not None,
+            segmented=segment_ids is not None,
             precise=precise,
         )
 
@@ -177,20 +190,18 @@ def kernel_solve(
         settings(sizes.backward_rows, sizes.backward_columns, sizes.backward_heads),
         interpret,
     )
-    rows_missing = padded_length - length
 
     def flat(x):
-        x = jnp.pad(x, ((0, 0), (0, rows_missing), (0, 0), (0, padded_dim - head_dim)))
-        return x.reshape(batch, padded_length, num_heads * padded_dim)
+        return pad(x, rows_missing, padded_dim - head_dim).reshape(batch, padded_length, num_heads * padded_dim)
 
     if beta is None:
-        diagonal = jnp.broadcast_to(ridge.astype(jnp.float32), (batch, num_heads)).reshape(-1)
+        coefficient = jnp.broadcast_to(ridge.astype(jnp.float32), (batch, num_heads)).reshape(-1)
     else:
-        diagonal = jnp.pad(beta.astype(jnp.float32).swapaxes(1, 2), ((0, 0), (0, 0), (0, rows_missing)))
+        coefficient = pad_rows_of_heads(beta, rows_missing)
     if segment_ids is not None:
         # The rows that are added see each other, so that their system is never singular.
         segment_ids = jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, rows_missing)), constant_values=2**30)
-    u = _solve(config, flat(query), flat(key), flat(rhs), diagonal, segment_ids)
+    u = _solve(config, flat(query), flat(key), flat(rhs), coefficient, segment_ids)
     return u[:, :length, :, :head_dim]
 
 
@@ -224,9 +235,8 @@ def _device_kind():
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _solve(config, query, key, rhs, diagonal, segment_ids):
-    (u,) = _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals=False)
-    return _by_head(config, u)
+def _solve(config, query, key, rhs, coefficient, segment_ids):
+    return _by_head(config, _run_forward(config, query, key, rhs, coefficient, segment_ids, residuals=False)["u"])
 
 
 def _by_head(config, u):
@@ -234,18 +244,18 @@ def _by_head(config, u):
     return u.reshape(*u.shape[:2], -1, config.forward.head_dim)
 
 
-def _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals):
+def _run_forward(config, query, key, rhs, coefficient, segment_ids, residuals):
     s = config.forward
-    ridge, beta = _diagonal(s, diagonal)
+    ridge, beta = _ridge_or_beta(s, coefficient)
     segments = None
-    if s.segments:
+    if s.segmented:
         segments = (segment_ids[:, None], _column_ids(segment_ids)[:, None])
     return forward(s, query, key, rhs, ridge, beta, segments, residuals=residuals, interpret=config.interpret)
 
 
-def _diagonal(s, diagonal):
+def _ridge_or_beta(s, coefficient):
     """(ridge, beta), one of them None; beta grouped by the heads of a program."""
-    return (None, diagonal.reshape(-1, s.heads, s.length)) if s.strict else (diagonal, None)
+    return (None, coefficient.reshape(-1, s.heads, s.length)) if s.strict else (coefficient, None)
 
 
 def _across_lanes(ids):
@@ -257,19 +267,19 @@ def _column_ids(ids):
     return jnp.where(ids == 0, -1, ids)
 
 
-def _solve_forward(config, query, key, rhs, diagonal, segment_ids):
-    u, lse, inverse, *row_sum = _run_forward(config, query, key, rhs, diagonal, segment_ids, residuals=True)
-    return _by_head(config, u), (query, key, rhs, diagonal, segment_ids, u, lse, inverse, *row_sum)
+def _solve_forward(config, query, key, rhs, coefficient, segment_ids):
+    saved = _run_forward(config, query, key, rhs, coefficient, segment_ids, residuals=True)
+    return _by_head(config, saved["u"]), (query, key, rhs, coefficient, segment_ids, saved)
 
 
-def _solve_backward(config, saved, cotangent):
-    query, key, rhs, diagonal, segment_ids, u, lse, inverse, *row_sum = saved
+def _solve_backward(config, residuals, cotangent):
+    query, key, rhs, coefficient, segment_ids, saved = residuals
     s = config.backward
-    ridge, beta = _diagonal(s, diagonal)
+    ridge, beta = _ridge_or_beta(s, coefficient)
     segments = None
-    if s.segments:
+    if s.segmented:
         segments = (segment_ids[:, None], _across_lanes(_column_ids(segment_ids)))
-    d_query, d_key, d_rhs, d_diagonal = backward(
+    gradients = backward(
         s,
         cotangent.reshape(query.shape),
         query,
@@ -278,14 +288,17 @@ def _solve_backward(config, saved, cotangent):
         ridge,
         beta,
         segments,
-        u,
-        lse.reshape(-1, s.heads, s.length),
-        inverse,
-        row_sum[0] if s.strict else None,
+        saved["u"],
+        saved["lse"].reshape(-1, s.heads, s.length),
+        saved["inverse"],
+        saved.get("row_sum"),
         interpret=config.interpret,
     )
-    d_diagonal = d_diagonal.reshape(diagonal.shape) if s.strict else d_diagonal.reshape(-1, s.head_dim).sum(1)
-    return d_query, d_key, d_rhs, d_diagonal, None
+    if s.strict:
+        d_coefficient = gradients["d_beta"].reshape(coefficient.shape)
+    else:
+        d_coefficient = gradients["d_ridge"].reshape(-1, s.head_dim).sum(1)
+    return gradients["d_query"], gradients["d_key"], gradients["d_rhs"], d_coefficient, None
 
 
 _solve.defvjp(_solve_forward, _solve_backward)

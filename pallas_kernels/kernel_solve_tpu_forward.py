@@ -1,19 +1,32 @@
-"""Forward pass of the triangular system on a TPU: one kernel, two products a tile."""
+"""Forward kernel of the causal solve on a TPU.
+
+It computes u of (D + c P) u = rhs (see kernel_solve_tpu) with two products per tile, as flash attention does. The grid
+is (groups of heads of a sequence, row blocks, tiles left of the diagonal). The last two run in order: a row block needs
+the u of all blocks before it, which stays in vector memory. For one row block
+
+1. each tile before the diagonal block adds to a running softmax and to P u (`_tile`);
+2. the diagonal block finishes the softmax (`_finish_softmax`), inverts the 128 by 128 systems on the diagonal
+   (kernel_solve_tpu_inverse) and solves for u, 128 rows after 128 rows (`_solve_blocks`).
+"""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.blocks_tpu import (
+from pallas_kernels.kernel_call import Operand, Ref, call
+from pallas_kernels.kernel_solve_tpu_inverse import invert
+from pallas_kernels.kernel_solve_tpu_tiles import (
     FLOOR,
     LANES,
     LOG2_E,
     MASKED,
     MIB,
     UNSEEN,
+    Settings,
     block,
     causal,
     column_to_row,
@@ -21,10 +34,9 @@ from pallas_kernels.blocks_tpu import (
     dot_float32,
     fold_lanes,
     head,
-    hide,
     in_hbm,
-    invert,
     iota,
+    masked,
     output_type,
     row_to_column,
     visible,
@@ -32,20 +44,97 @@ from pallas_kernels.blocks_tpu import (
 )
 
 
-def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, interpret):
+class Refs(NamedTuple):
+    """What one program sees. Arrays that end in heads * K hold the heads side by side."""
+
+    query: Ref  # [1, rows, heads * K]
+    key: Ref  # [1, columns, heads * K]
+    rhs: Ref  # [1, rows, heads * K]
+    u: Ref  # out: [1, rows, 1, heads, K], or [1, rows, heads * K] beside residuals
+    maximum: Ref  # scratch: [heads, rows, 128], running maximum, all lanes equal
+    total: Ref  # scratch: [heads, rows, 128], running sum of the weights, a part in each lane
+    weighted: Ref  # scratch: [heads, rows, K], weights times u
+    u_low: Ref  # scratch: [heads, L, K], u for the products of later rows
+    ridge: Ref = None  # Cubit: [B * H], scalars
+    beta: Ref = None  # DeltaFormer: [1, heads, rows]
+    row_ids: Ref = None  # with segments: [1, 1, rows]
+    column_ids: Ref = None  # with segments: [1, 1, columns]
+    row_segments: Ref = None  # scratch, with segments: [rows, 128], row_ids with all lanes equal
+    lse: Ref = None  # out, residuals: [1, heads, rows]
+    inverse: Ref = None  # out, residuals: [1, rows, heads * 128]
+    row_sum: Ref = None  # out, residuals of DeltaFormer: [1, rows, heads * K], P u
+
+
+def forward(
+    settings: Settings,
+    query: jax.Array,
+    key: jax.Array,
+    rhs: jax.Array,
+    ridge: jax.Array | None,
+    beta: jax.Array | None,
+    segments: tuple[jax.Array, jax.Array] | None,
+    *,
+    residuals: bool,
+    interpret: Any,
+) -> dict[str, jax.Array]:
     """u and, with residuals, what the backward pass needs.
 
-    query, key, rhs: [B, L, H * K]; ridge: [B * H] or None; beta: [B * H / heads, heads, L] or None; segments: a pair
-    (of rows, of columns), each [B, 1, L], or None. Returns (u [B, L, H / heads, heads, K],) or, with residuals,
-    (u [B, L, H * K], lse, inverse) and for DeltaFormer row_sum [B, L, H * K] = P u; lse [B * H / heads, heads, L] is in
-    base 2, inverse [B, L, H * 128] holds those of the diagonal blocks.
+    Args:
+      query, key, rhs: [B, L, H * K].
+      ridge: [B * H], or None.
+      beta: [B * H / heads, heads, L], or None.
+      segments: ids of rows and of columns, each [B, 1, L], or None.
+
+    Returns:
+      u [B, L, H / heads, heads, K]. With residuals: u [B, L, H * K]; lse [B * H / heads, heads, L] in base 2; inverse
+      [B, L, H * 128], of the diagonal blocks; for DeltaFormer row_sum [B, L, H * K] = P u.
     """
     s = settings
     batch, length, width = query.shape
     groups = width // (s.heads * s.head_dim)  # groups of heads
+    row_ids, column_ids = segments if s.segmented else (None, None)
+    arrays = {"query": query, "key": key, "rhs": rhs, "ridge": ridge, "beta": beta}
+    arrays |= {"row_ids": row_ids, "column_ids": column_ids}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
+    shape = output_type(arrays.values(), interpret)
+    if residuals:
+        types = {
+            "u": shape((batch, length, width), jnp.float32),
+            "lse": shape((batch * groups, s.heads, length), jnp.float32),
+            "inverse": shape((batch, length, groups * s.heads * LANES), jnp.float32),
+        }
+        if s.strict:
+            types["row_sum"] = shape((batch, length, width), s.dtype)
+    else:
+        # As it lies in memory this is [B, L, H, K], so no copy follows. The backward pass wants the heads side by side.
+        types = {"u": shape((batch, length, groups, s.heads, s.head_dim), jnp.float32)}
+    scratch = {
+        "maximum": pltpu.VMEM((s.heads, s.rows, LANES), jnp.float32),
+        "total": pltpu.VMEM((s.heads, s.rows, LANES), jnp.float32),
+        "weighted": pltpu.VMEM((s.heads, s.rows, s.head_dim), jnp.float32),
+        "u_low": pltpu.VMEM((s.heads, length, s.head_dim), s.dtype),
+    }
+    if s.segmented:
+        scratch["row_segments"] = pltpu.VMEM((s.rows, LANES), jnp.int32)
+    specs = _specs(s, groups, residuals)
+    return call(
+        functools.partial(_kernel, settings=s),
+        Refs,
+        inputs=in_hbm([Operand(name, x, specs[name]) for name, x in arrays.items()], interpret),
+        outputs=[Operand(name, kind, specs[name]) for name, kind in types.items()],
+        scratch=scratch,
+        grid=(batch * groups, s.num_row_blocks, s.num_steps),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=forward_bytes(length, s.rows, s.columns, s.heads, s.head_dim, s.precise, residuals),
+        ),
+        interpret=interpret,
+        name="kernel_solve_tpu_forward",
+    )
 
-    def row_spec(lanes):
-        return pl.BlockSpec((1, s.rows, lanes), lambda g, i, j: (g_batch(g), i, g_lane(g)))
+
+def _specs(s, groups, residuals):
+    """{name: the block that program (g, i, j) sees}, for every input and output."""
 
     def g_batch(g):
         return jax.lax.div(g, groups)
@@ -56,63 +145,30 @@ def forward(settings, query, key, rhs, ridge, beta, segments, *, residuals, inte
     def column_block(i, j):
         return jnp.minimum(s.first_tile(i) + j, s.diagonal_tile(i))
 
+    def rows(lanes):
+        return pl.BlockSpec((1, s.rows, lanes), lambda g, i, j: (g_batch(g), i, g_lane(g)))
+
     tile_lanes = s.heads * s.head_dim
-    row_of_lanes = pl.BlockSpec((1, s.heads, s.rows), lambda g, i, j: (g, 0, i))
-    key_spec = pl.BlockSpec((1, s.columns, tile_lanes), lambda g, i, j: (g_batch(g), column_block(i, j), g_lane(g)))
-    inputs = [query, key, rhs]
-    in_specs = [row_spec(tile_lanes), key_spec, row_spec(tile_lanes)]
-    if s.strict:
-        inputs.append(beta)
-        in_specs.append(row_of_lanes)
-    else:
-        inputs.append(ridge)
-        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
-    if s.segments:
-        inputs += segments
-        in_specs += [
-            pl.BlockSpec((1, 1, s.rows), lambda g, i, j: (g_batch(g), 0, i)),
-            pl.BlockSpec((1, 1, s.columns), lambda g, i, j: (g_batch(g), 0, column_block(i, j))),
-        ]
-    shape = output_type(inputs, interpret)
-    if residuals:
-        out_shape = [
-            shape((batch, length, width), jnp.float32),
-            shape((batch * groups, s.heads, length), jnp.float32),
-            shape((batch, length, groups * s.heads * LANES), jnp.float32),
-        ]
-        out_specs = [row_spec(tile_lanes), row_of_lanes, row_spec(s.heads * LANES)]
-        if s.strict:
-            out_shape.append(shape((batch, length, width), s.dtype))
-            out_specs.append(row_spec(tile_lanes))
-    else:
-        # As it lies in memory this is [B, L, H, K], so no copy follows. The backward pass wants the heads side by side.
-        out_shape = [shape((batch, length, groups, s.heads, s.head_dim), jnp.float32)]
-        out_specs = [
-            pl.BlockSpec((1, s.rows, 1, s.heads, s.head_dim), lambda g, i, j: (g_batch(g), i, g_lane(g), 0, 0))
-        ]
-    return pl.pallas_call(
-        functools.partial(_kernel, settings=s, residuals=residuals),
-        out_shape=out_shape,
-        grid=(batch * groups, s.num_row_blocks, s.num_steps),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        scratch_shapes=[
-            pltpu.VMEM((s.heads, s.rows, LANES), jnp.float32),  # running maximum, all lanes equal
-            pltpu.VMEM((s.heads, s.rows, LANES), jnp.float32),  # running sum of the weights, a part in each lane
-            pltpu.VMEM((s.heads, s.rows, s.head_dim), jnp.float32),  # weights times u
-            pltpu.VMEM((s.heads, length, s.head_dim), s.dtype),  # u, for the products of later rows
-            *([pltpu.VMEM((s.rows, LANES), jnp.int32)] if s.segments else []),  # segments of the rows, all lanes equal
-        ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=forward_bytes(length, s.rows, s.columns, s.heads, s.head_dim, s.precise, residuals),
-        ),
-        interpret=interpret,
-        name="kernel_solve_tpu_forward",
-    )(*in_hbm(inputs, interpret))
+    lane_row = pl.BlockSpec((1, s.heads, s.rows), lambda g, i, j: (g, 0, i))
+    u_by_head = pl.BlockSpec((1, s.rows, 1, s.heads, s.head_dim), lambda g, i, j: (g_batch(g), i, g_lane(g), 0, 0))
+    return {
+        "query": rows(tile_lanes),
+        "key": pl.BlockSpec((1, s.columns, tile_lanes), lambda g, i, j: (g_batch(g), column_block(i, j), g_lane(g))),
+        "rhs": rows(tile_lanes),
+        "ridge": pl.BlockSpec(memory_space=pltpu.SMEM),
+        "beta": lane_row,
+        "row_ids": pl.BlockSpec((1, 1, s.rows), lambda g, i, j: (g_batch(g), 0, i)),
+        "column_ids": pl.BlockSpec((1, 1, s.columns), lambda g, i, j: (g_batch(g), 0, column_block(i, j))),
+        "u": rows(tile_lanes) if residuals else u_by_head,
+        "lse": lane_row,
+        "inverse": rows(s.heads * LANES),
+        "row_sum": rows(tile_lanes),
+    }
 
 
-def forward_bytes(length, rows, columns, heads, head_dim, precise, residuals=True):
+def forward_bytes(
+    length: int, rows: int, columns: int, heads: int, head_dim: int, precise: bool, residuals: bool = True
+) -> int:
     """Limit of vector memory for the compiler: scratch, two of every block, and what was seen to be spilled.
 
     It is tight on purpose: XLA puts arrays of its own beyond the limit, whatever the kernel uses of it.
@@ -125,13 +181,8 @@ def forward_bytes(length, rows, columns, heads, head_dim, precise, residuals=Tru
     return heads * (scratch + blocks + rows * columns * (12 if precise else 4)) + 3 * MIB
 
 
-def _kernel(*refs, settings, residuals):
+def _kernel(refs, settings):
     s = settings
-    refs = list(refs)
-    query, key, rhs, diagonal = (refs.pop(0) for _ in range(4))
-    row_ids, column_segments, row_segments = (refs.pop(0), refs.pop(0), refs.pop()) if s.segments else (None,) * 3
-    maximum, total, weighted, u_low = refs[-4:]
-    outputs = refs[:-4]
     group, i, step = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     j = s.first_tile(i) + step
     last = s.diagonal_tile(i)
@@ -139,136 +190,150 @@ def _kernel(*refs, settings, residuals):
 
     @pl.when(step == 0)
     def _():
-        maximum[...] = jnp.full_like(maximum, FLOOR)
-        total[...] = jnp.zeros_like(total)
-        weighted[...] = jnp.zeros_like(weighted)
-        if s.segments:
-            row_segments[...] = row_to_column(row_ids[0])
-
-    def tile(width):
-        """The first `width` columns of tile j, all of them before the diagonal block."""
-        mask = visible(
-            s,
-            (s.rows, width),
-            0,
-            i * s.rows - j * s.columns,
-            row_segments[...] if s.segments else None,
-            column_segments[0, :, :width] if s.segments else None,
-        )
-        for h in range(s.heads):
-            scores = dot(query[0, :, head(s, h)], key[0, :width, head(s, h)], (1, 1), s.precise) * s.log2_scale
-            weights, rescale = _accumulate(maximum, total, h, slice(None), hide(scores, mask, MASKED))
-            start = pl.multiple_of(j * s.columns, s.columns)
-            weighted[h] = weighted[h] * widen(rescale, s.head_dim) + dot(
-                weights.astype(s.dtype), u_low[h, pl.ds(start, width)], precise=s.precise
-            )
+        refs.maximum[...] = jnp.full_like(refs.maximum, FLOOR)
+        refs.total[...] = jnp.zeros_like(refs.total)
+        refs.weighted[...] = jnp.zeros_like(refs.weighted)
+        if s.segmented:
+            refs.row_segments[...] = row_to_column(refs.row_ids[0])
 
     @pl.when(j < last)
     def _():
-        tile(s.columns)
+        _tile(s, refs, i, j, s.columns)
 
     for n in range(1, s.columns // s.rows):
 
         @pl.when((j == last) & (remainder == n))
         def _(n=n):
-            tile(n * s.rows)
+            _tile(s, refs, i, j, n * s.rows)
 
     @pl.when(j == last)
     def _():
-        offset = pl.multiple_of(remainder * s.rows, s.rows)
-        first_row = pl.multiple_of(i * s.rows, s.rows)
-        _diagonal_block(
-            s,
-            outputs,
-            query,
-            key.at[0, pl.ds(offset, s.rows)],
-            rhs,
-            (lambda h: diagonal[0, h : h + 1]) if s.strict else (lambda h: diagonal[group * s.heads + h]),
-            row_segments,
-            column_segments.at[0, :, pl.ds(offset, s.rows)] if s.segments else None,
-            (maximum, total, weighted, u_low.at[:, pl.ds(first_row, s.rows)]),
-            residuals,
+        _diagonal_block(s, refs, group, i, remainder)
+
+
+def _tile(s, refs, i, j, width):
+    """The first `width` columns of tile j, all of them before the diagonal block of row block i."""
+    mask = visible(
+        s,
+        (s.rows, width),
+        0,
+        i * s.rows - j * s.columns,
+        refs.row_segments[...] if s.segmented else None,
+        refs.column_ids[0, :, :width] if s.segmented else None,
+    )
+    for h in range(s.heads):
+        scores = dot(refs.query[0, :, head(s, h)], refs.key[0, :width, head(s, h)], (1, 1), s.precise) * s.log2_scale
+        weights, rescale = _accumulate(refs, h, slice(None), masked(mask, scores, MASKED))
+        start = pl.multiple_of(j * s.columns, s.columns)
+        refs.weighted[h] = refs.weighted[h] * widen(rescale, s.head_dim) + dot(
+            weights.astype(s.dtype), refs.u_low[h, pl.ds(start, width)], precise=s.precise
         )
 
 
-def _accumulate(maximum, total, h, rows, scores):
+def _accumulate(refs, h, rows, scores):
     """One step of the running softmax: the unnormalised weights and the factor of what was summed before."""
-    before = maximum[h, rows]
+    before = refs.maximum[h, rows]
     after = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.exp2(scores - widen(after, scores.shape[1]))
     rescale = jnp.exp2(before - after)
-    maximum[h, rows] = after
-    total[h, rows] = total[h, rows] * rescale + fold_lanes(weights)
+    refs.maximum[h, rows] = after
+    refs.total[h, rows] = refs.total[h, rows] * rescale + fold_lanes(weights)
     return weights, rescale
 
 
-def _diagonal_block(s, outputs, query, key, rhs, diagonal, row_segments, column_segments, scratch, residuals):
-    """Finishes the softmax of a row block and solves for its u."""
-    maximum, total, weighted, u_low = scratch
+class _Rows(NamedTuple):
+    """128 rows of one head, with the columns of the row block's own diagonal block."""
+
+    weights: jax.Array  # [128, columns before these rows], not normalised; up to these rows if row_sum is wanted
+    known: jax.Array  # [128, K], weights times the u of earlier rows
+    factor: jax.Array  # [128, 128] with equal lanes, what weights and known are multiplied by: c over their sum
+    system: jax.Array  # [128, 128], D + c P
+
+
+def _diagonal_block(s, refs, group, i, remainder):
+    """Finishes the softmax of row block i and solves for its u."""
+    offset = pl.multiple_of(remainder * s.rows, s.rows)
+    first_row = pl.multiple_of(i * s.rows, s.rows)
+    key = refs.key.at[0, pl.ds(offset, s.rows)]
+    column_ids = refs.column_ids.at[0, :, pl.ds(offset, s.rows)] if s.segmented else None
+    u_low = refs.u_low.at[:, pl.ds(first_row, s.rows)]
     blocks = range(s.rows // LANES)
     identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
     pairs = [(h, b) for h in range(s.heads) for b in blocks]
     # By blocks of columns, here and in the solution below, so that the matrix unit loads each of them once.
-    scores_below = {
-        (h, c): dot(query[0, c * LANES :, head(s, h)], key[block(c), head(s, h)], (1, 1), s.precise) * s.log2_scale
+    scores = {
+        (h, c): dot(refs.query[0, c * LANES :, head(s, h)], key[block(c), head(s, h)], (1, 1), s.precise) * s.log2_scale
         for h, c in pairs
     }
-    before, own, known, system, scale = {}, {}, {}, {}, {}
-    row_sums = residuals and s.strict
+    rows = {}
     for h, b in pairs:
-        width = (b + 1) * LANES
-        scores = jnp.concatenate([scores_below[h, c][block(b - c)] for c in range(b + 1)], axis=1)
-        mask = visible(
-            s,
-            (LANES, width),
-            0,
-            b * LANES,
-            row_segments[block(b)] if s.segments else None,
-            column_segments[:, :width] if s.segments else None,
-        )
-        scores = hide(scores, mask, MASKED)
-        edge = jnp.where(causal(s, 0, s.strict), scores[:, block(b)], MASKED)
-        scores = jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
-        weights, rescale = _accumulate(maximum, total, h, block(b), scores)
-        known[h, b] = weighted[h, block(b)] * widen(rescale, s.head_dim)
-        before[h, b] = weights if row_sums else weights[:, : b * LANES]
-        own[h, b] = weights[:, block(b)]
-        norm = jnp.broadcast_to(jnp.sum(total[h, block(b)], axis=1, keepdims=True), (LANES, LANES))
-        log_norm = maximum[h, block(b)] + jnp.log(norm) * LOG2_E
-        if s.strict or s.segments:  # some rows see nothing
-            seen = norm > 0
-            norm = jnp.where(seen, 1.0 / jnp.where(seen, norm, 1.0), 0.0)
-            log_norm = jnp.where(seen, log_norm, UNSEEN)
-        else:
-            norm = 1.0 / norm
-        if residuals:
-            outputs[1][0, h : h + 1, block(b)] = column_to_row(log_norm)
-        if s.strict:
-            scale[h, b] = norm * row_to_column(diagonal(h)[:, block(b)])
-            system[h, b] = own[h, b] * scale[h, b] + identity
-            if row_sums:
-                total[h, block(b)] = norm  # the sum is not needed any more
-        else:
-            scale[h, b] = norm
-            system[h, b] = own[h, b] * norm + diagonal(h) * identity
+        strip = jnp.concatenate([scores[h, c][block(b - c)] for c in range(b + 1)], axis=1)
+        rows[h, b] = _finish_softmax(s, refs, group, h, b, strip, column_ids, identity)
     # Neighbours share products, so they are heads of the same rows: what is not finite there spoils no row before them.
     pairs = [(h, b) for b in blocks for h in range(s.heads)]
-    inverses = dict(zip(pairs, invert([system[pair] for pair in pairs], s.precise)))
+    inverses = dict(zip(pairs, invert([rows[pair].system for pair in pairs], s.precise)))
+    _solve_blocks(s, refs, u_low, rows, inverses)
+
+
+def _finish_softmax(s, refs, group, h, b, scores, column_ids, identity):
+    """The last step of the softmax of 128 rows: scores [128, columns up to and with these rows] -> _Rows."""
+    width = (b + 1) * LANES
+    mask = visible(
+        s,
+        (LANES, width),
+        0,
+        b * LANES,
+        refs.row_segments[block(b)] if s.segmented else None,
+        column_ids[:, :width] if s.segmented else None,
+    )
+    scores = masked(mask, scores, MASKED)
+    edge = jnp.where(causal(0, s.strict), scores[:, block(b)], MASKED)
+    scores = jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
+    weights, rescale = _accumulate(refs, h, block(b), scores)
+    known = refs.weighted[h, block(b)] * widen(rescale, s.head_dim)
+    row_sum_wanted = refs.row_sum is not None
+    before = weights if row_sum_wanted else weights[:, : b * LANES]
+    own = weights[:, block(b)]
+    norm = jnp.broadcast_to(jnp.sum(refs.total[h, block(b)], axis=1, keepdims=True), (LANES, LANES))
+    lse = refs.maximum[h, block(b)] + jnp.log(norm) * LOG2_E
+    if s.strict or s.segmented:  # some rows see nothing
+        seen = norm > 0
+        norm = jnp.where(seen, 1.0 / jnp.where(seen, norm, 1.0), 0.0)
+        lse = jnp.where(seen, lse, UNSEEN)
+    else:
+        norm = 1.0 / norm
+    if refs.lse is not None:
+        refs.lse[0, h : h + 1, block(b)] = column_to_row(lse)
+    if not s.strict:
+        return _Rows(before, known, norm, own * norm + refs.ridge[group * s.heads + h] * identity)
+    factor = norm * row_to_column(refs.beta[0, h : h + 1][:, block(b)])
+    system = own * factor + identity
+    if row_sum_wanted:
+        refs.total[h, block(b)] = norm  # the sum is not needed any more
+    return _Rows(before, known, factor, system)
+
+
+def _solve_blocks(s, refs, u_low, rows, inverses):
+    """u of the row block from its rows and the inverses of their systems; both are {(head, block of 128 rows): ...}."""
+    blocks = range(s.rows // LANES)
+    known = {pair: x.known for pair, x in rows.items()}
+    row_sum_wanted = refs.row_sum is not None
     for b in blocks:
         for h in range(s.heads):
-            target = rhs[0, block(b), head(s, h)].astype(jnp.float32) - widen(scale[h, b], s.head_dim) * known[h, b]
+            target = refs.rhs[0, block(b), head(s, h)].astype(jnp.float32)
+            target = target - widen(rows[h, b].factor, s.head_dim) * known[h, b]
             u = dot_float32(inverses[h, b], target, s.precise)
             u_low[h, block(b)] = u.astype(s.dtype)  # read again below: the estimator does not take a cast and its use
-            if later := blocks[b + (not row_sums) :]:
-                below = jnp.concatenate([before[h, c][:, block(b)] for c in later], axis=0)
+            if later := blocks[b + (not row_sum_wanted) :]:
+                below = jnp.concatenate([rows[h, c].weights[:, block(b)] for c in later], axis=0)
                 below = dot(below.astype(s.dtype), u_low[h, block(b)], precise=s.precise)
                 for c in later:
                     known[h, c] = known[h, c] + below[block(c - later[0])]
-            if not residuals:
-                outputs[0][0, block(b), 0, h] = u
-            else:
-                outputs[0][0, block(b), head(s, h)] = u
-                outputs[2][0, block(b), h * LANES : (h + 1) * LANES] = inverses[h, b]
-                if row_sums:
-                    row_sum = widen(total[h, block(b)], s.head_dim) * known[h, b]
-                    outputs[3][0, block(b), head(s, h)] = row_sum.astype(s.dtype)
+            if refs.inverse is None:
+                refs.u[0, block(b), 0, h] = u
+                continue
+            refs.u[0, block(b), head(s, h)] = u
+            refs.inverse[0, block(b), h * LANES : (h + 1) * LANES] = inverses[h, b]
+            if row_sum_wanted:
+                row_sum = widen(refs.total[h, block(b)], s.head_dim) * known[h, b]
+                refs.row_sum[0, block(b), head(s, h)] = row_sum.astype(s.dtype)

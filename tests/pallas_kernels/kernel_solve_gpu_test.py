@@ -107,7 +107,7 @@ def test_golden(kind, index, golden, error, reference):
 @pytest.fixture
 def one_program(monkeypatch):
     """Arrays that are padded to the same shape share one compiled program; the padding itself runs op by op."""
-    monkeypatch.setattr(kernel_solve_gpu, "_solve", jax.jit(kernel_solve_gpu._solve, static_argnums=(5, 6)))
+    monkeypatch.setattr(kernel_solve_gpu, "_solve", jax.jit(kernel_solve_gpu._solve, static_argnums=(0, 1)))
 
 
 def check_eagerly(
@@ -342,7 +342,7 @@ def test_tile_ranges():
     )
     ids = np.zeros(96, np.int32)
     ids[:40], ids[40:90] = 5, 2
-    first, last = kernel_solve_gpu._tile_range(jnp.asarray(ids)[None], 1, 96, settings)
+    first, last = kernel_solve_gpu._tile_range(settings, jnp.asarray(ids)[None], 1, 96)
     row, column = np.arange(96)[:, None], np.arange(96)[None, :]
     seen = (column <= row) & (row - column < 20) & (ids[:, None] == ids[None, :]) & (ids != 0)[None, :]
     tiles = seen.reshape(6, 16, 6, 16).any(axis=(1, 3)) | np.eye(6, dtype=bool)

@@ -3,6 +3,7 @@
 The interpreters accept much that a TPU does not (unaligned slices, primitives without a lowering, too much memory).
 """
 
+import itertools
 import os
 
 import jax
@@ -50,12 +51,35 @@ def compile_for(chip, dtype, dim, length, *, heads=8, strict=False, segments=Fal
     assert "kernel_solve_tpu_backward" in text
 
 
-@pytest.mark.parametrize("length", [1024, 8192])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("chip", CHIPS)
+# Every pair of values of two parameters meets in one of these.
+PAIRWISE = [
+    ("v5e", "float32", 64, 8192),
+    ("v5e", "bfloat16", 128, 1024),
+    ("v5p", "float32", 64, 1024),
+    ("v5p", "bfloat16", 128, 8192),
+    ("v6e", "float32", 128, 1024),
+    ("v6e", "bfloat16", 64, 8192),
+    ("tpu7x", "float32", 128, 8192),
+    ("tpu7x", "bfloat16", 64, 1024),
+]
+EVERY = list(itertools.product(CHIPS, ("float32", "bfloat16"), (64, 128), (1024, 8192)))
+
+
+@pytest.mark.parametrize(("chip", "dtype", "dim", "length"), PAIRWISE)
 def test_compiles(chip, dtype, dim, length):
     compile_for(chip, dtype, dim, length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chip", "dtype", "dim", "length"), [case for case in EVERY if case not in PAIRWISE])
+def test_compiles_every_combination(chip, dtype, dim, length):
+    compile_for(chip, dtype, dim, length)
+
+
+def test_every_pair_is_compiled():
+    for first, second in itertools.combinations(range(4), 2):
+        pairs = [{(case[first], case[second]) for case in cases} for cases in (PAIRWISE, EVERY)]
+        assert pairs[0] == pairs[1]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from pallas_kernels.kernel_solve_gpu_backward import backward
 from pallas_kernels.kernel_solve_gpu_forward import forward
 from pallas_kernels.kernel_solve_gpu_tiles import Settings
-from pallas_kernels.kernel_solve_inputs import check, pad, pad_rows_of_heads
+from pallas_kernels.kernel_solve_inputs import check, pad, pad_rows_of_heads, zero_padding
 
 MAX_HEAD_DIM = {True: 256, False: 128}  # 16-bit inputs or float32, where 256 exceeds shared memory
 ROWS = (16, 32, 64)  # rows per block; 128 with three-term merges exceeds an H100's shared memory
@@ -82,17 +82,18 @@ def kernel_solve(
     Args:
       query, key: [B, L, H, K] bfloat16 or float16 with K <= 256, or float32 with K <= 128.
       rhs: [B, L, H, K], any floating-point dtype but float64.
-      ridge: [H], the diagonal D of the inclusive system (Cubit). Exactly one of ridge and beta is given. A row that
-        sees nothing has u = rhs / ridge, or 0 where the ridge is 0.
+      ridge: [H], the diagonal D of the inclusive system (Cubit). Exactly one of ridge and beta is given.
       beta: [B, L, H], the row factors c of the strict system with unit diagonal (DeltaFormer).
-      segment_ids: [B, L] integers; rows see columns of their own id only, and padding, id 0, sees nothing.
+      segment_ids: [B, L] integers; rows see columns of their own id only. In padding, id 0, u is 0, and
+        whatever the arrays hold there has no effect.
       window: row i sees columns j with i - j < window.
       scale: factor of the scores, a Python number.
       block_size: number of rows per block, one of 16, 32, 64, or None for the best known.
       interpret: run in Pallas' interpreter (on a CPU).
 
     Returns:
-      u [B, L, H, K] float32.
+      u [B, L, H, K] float32. A row that overflows, and rows that depend on it, are not finite; rows before it are what
+      they would be without it. With 16-bit inputs a row overflows for the blocks after it beyond 4e28.
 
     Raises:
       NotImplementedError: float64 arguments, a head dimension or block_size that these kernels do not have.
@@ -115,15 +116,20 @@ def kernel_solve(
         half=half,
         interpret=interpret,
     )
+    real_ids = segment_ids
+    query, key, rhs = zero_padding(real_ids, query, key, rhs)
     rows_missing = -length % sizes.rows
     query, key, rhs = (pad(x, rows_missing, padded_dim - head_dim) for x in (query, key, rhs))
-    coefficient = ridge.astype(jnp.float32) if beta is None else pad_rows_of_heads(beta, rows_missing)
+    if beta is None:
+        coefficient = ridge.astype(jnp.float32)
+    else:
+        coefficient = pad_rows_of_heads(*zero_padding(real_ids, beta), rows_missing)
     if segment_ids is None:
         segment_ids = jnp.zeros((1, 1), jnp.int32)
     else:
         segment_ids = jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, rows_missing)))
     u = _solve(settings, sizes, query.astype(dtype), key.astype(dtype), rhs, coefficient, segment_ids)
-    return u[:, :length, :, :head_dim]
+    return zero_padding(real_ids, u[:, :length, :, :head_dim])[0]
 
 
 def _tile_range(settings, segment_ids, batch_size, length):

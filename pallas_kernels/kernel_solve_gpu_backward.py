@@ -126,9 +126,7 @@ def backward(
     )
     unit = lse  # a dummy that the kernel does not read
     if settings.half:
-        seen = jnp.where((segment_ids != 0)[:, :, None, None], u, 0.0) if settings.segmented else u
-        by_block = seen.reshape(batch_size, blocks, settings.rows, num_heads, head_dim)
-        u, unit = tiles.quantize(by_block, axes=(2, 4))
+        u, unit = tiles.quantize(u.reshape(batch_size, blocks, settings.rows, num_heads, head_dim), axes=(2, 4))
         u, unit = u.reshape(query.shape), jnp.swapaxes(unit[:, :, 0, :, 0], 1, 2)
     inputs = {"query": query, "key": key, "u": u, "unit": unit, "y": solved["y"], "delta": solved["delta"], "lse": lse}
     inputs |= {"coefficient": coefficient, "segments": segment_ids, "first": first, "d_key_below": solved["d_key"]}
@@ -169,11 +167,6 @@ def _in_units(s, x):
     return half, jnp.sum(unit)
 
 
-def _seen_rows(x, segments):
-    """x with the rows of padding zeroed: no weight touches them, and rhs / ridge would set the unit of the block."""
-    return x if segments is None else jnp.where((segments != 0)[:, None], x, 0.0)
-
-
 class _Columns(NamedTuple):
     """The column block of one adjoint program."""
 
@@ -193,7 +186,7 @@ def _adjoint_kernel(refs, settings):
     start = blocks - 1 - refs.last[b, block]
     key = tiles.load_rows(refs.key, b, block, h, s.rows)
     segments = tiles.load_segments(s, refs.segments, b, block)
-    own = _Columns(key, *_in_units(s, _seen_rows(tiles.load_rows(refs.u, b, block, h, s.rows), segments)), segments)
+    own = _Columns(key, *_in_units(s, tiles.load_rows(refs.u, b, block, h, s.rows)), segments)
     unbias = 2.0**-s.bias
 
     def tile(t, carry):
@@ -229,7 +222,7 @@ def _adjoint_kernel(refs, settings):
     y = tiles.dot(s, inverse, cotangent - subtracted, (0, 0))
     if not s.strict:
         y = y / diagonal[:, None]
-    _store_solution(s, refs, place, own, beta, y)
+    _store_solution(s, refs, place, beta, y)
     wavefront.wait_for(refs.counters, counter, count, seen)
     wavefront.publish(refs.counters, counter, count + 1, s.interpret)
 
@@ -286,7 +279,7 @@ def _diagonal_block(s, refs, place, own):
     return None, diagonal, tiles.unit_lower_inverse(s, below)
 
 
-def _store_solution(s, refs, place, own, beta, y):
+def _store_solution(s, refs, place, beta, y):
     """Stores y and what other programs need that follows from it: delta, and z in units."""
     b, block, h = place
     tiles.store_rows(refs.y, b, block, h, s.rows, y)
@@ -295,7 +288,7 @@ def _store_solution(s, refs, place, own, beta, y):
     weighted_u = rhs - (u if s.strict else refs.coefficient[h] * u)
     tiles.store_vector(refs.delta, b, block, h, s.rows, -jnp.sum(y * weighted_u, axis=1))
     if s.half:
-        z, unit = tiles.quantize(_seen_rows(y * beta[:, None] if s.strict else y, own.segments))
+        z, unit = tiles.quantize(y * beta[:, None] if s.strict else y)
         tiles.store_rows(refs.z_half, b, block, h, s.rows, z)
         refs.unit[b, h, block] = jnp.sum(unit)
 
@@ -326,7 +319,7 @@ def _query_kernel(refs, settings):
     segments = tiles.load_segments(s, refs.segments, b, block)
     lse = tiles.load_vector(refs.lse, b, block, h, s.rows)[:, None]
     delta = tiles.load_vector(refs.delta, b, block, h, s.rows)[:, None]
-    y, unit = _in_units(s, _seen_rows(tiles.load_rows(refs.y, b, block, h, s.rows), segments))
+    y, unit = _in_units(s, tiles.load_rows(refs.y, b, block, h, s.rows))
     beta = tiles.load_vector(refs.coefficient, b, block, h, s.rows)[:, None] if s.strict else 1.0
     own = _Rows(query, segments, lse, delta, y, unit, beta)
 

@@ -5,9 +5,11 @@ program computes one row block of one head, in the order of kernel_solve_gpu_wav
 
 1. it streams the tiles to the left with a running softmax, as far as their u is published (`_tile`);
 2. it finishes the softmax and inverts its diagonal block, which need scores but no u (`_finish_softmax`);
-3. it waits for the row block before it, whose tile is the last, and multiplies with the inverse (`_solve`).
+3. it waits for the row block before it, whose tile is the last, and multiplies with the inverse.
 
-So only two products and the publication lie on the chain from one row block to the next.
+So only two products and the publication lie on the chain from one row block to the next. A product with the inverse
+spoils a whole block where one row overflows, because 0 * inf is NaN. Such a block is solved again by substitution
+(tiles.substitute), as a dense solver does, which keeps the rows before that row.
 """
 
 import functools
@@ -16,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import kernel_solve_gpu_tiles as tiles
@@ -124,20 +127,41 @@ def _kernel(refs, settings):
         return _tile(s, refs, place, scores(j, False), j, carry)
 
     one = (block * 0 + 1).astype(jnp.float32)  # not a constant, which the lowering does not take in a loop's state
-    carry = (
+    start = (
         jnp.zeros((s.rows, head_dim), jnp.float32),
         jnp.full((s.rows,), FLOOR, jnp.float32),
         jnp.zeros((s.rows,), jnp.float32),
         one,
     )
     last = jnp.maximum(block - 1, first)
-    carry, seen = wavefront.stream(refs.counters, counter, first, last, tile, carry, block * 0)
+    carry, seen = wavefront.stream(refs.counters, counter, first, last, tile, start, block * 0)
 
     # The normaliser needs scores only: finish it, and invert the diagonal block, before waiting for the block above.
     has_last = first < block
     previous = jnp.maximum(block - 1, 0)
-    rows = _finish_softmax(s, refs, place, scores, previous, has_last, carry)
-    _solve(s, refs, place, row_segments, previous, has_last, seen, rows)
+    scores_last = jnp.where(has_last, scores(previous, False), MASKED)
+    rows, weights_last = _finish_softmax(s, refs, place, scores(block, True), scores_last, carry)
+    tiles.store_vector(refs.lse, place.batch, block, place.head, s.rows, rows.lse)
+    inverse = tiles.unit_lower_inverse(s, rows.below)
+
+    seen = wavefront.wait_for(refs.counters, counter, jnp.where(has_last, block, 0), seen)
+    u, unit = _load_u(s, refs, place, previous, rows.unit)
+    u, unit = jnp.where(has_last, u, jnp.zeros_like(u)), jnp.where(has_last, unit, 1.0)
+    weighted = rows.weighted * rows.unit + tiles.dot(s, weights_last, u) * unit
+    u = tiles.dot(s, inverse, _target(s, refs, place, rows, weighted))
+    _store_u(s, refs, place, u)
+
+    @pl.when(jnp.logical_not(jnp.sum(jnp.abs(u)) < jnp.inf))
+    def _():
+        carry = lax.fori_loop(first, block, tile, start)
+        rows, _ = _finish_softmax(s, refs, place, scores(block, True), None, carry)
+        target = _target(s, refs, place, rows, rows.weighted * rows.unit)
+        wavefront.barrier(s.interpret)  # what is stored above is overwritten, perhaps by other threads
+        _store_u(s, refs, place, tiles.substitute(rows.below, target))
+
+    # Counters count blocks from the front; one that did not need its predecessors still waits before it is counted.
+    wavefront.wait_for(refs.counters, counter, block, seen)
+    wavefront.publish(refs.counters, counter, block + 1, s.interpret)
 
 
 def _scores(s, refs, place, query, row_segments, j, diagonal):
@@ -170,61 +194,55 @@ def _tile(s, refs, place, scores, j, carry):
 class _Rows(NamedTuple):
     """A row block after its softmax: (c E + D diag(total)) u = total rhs - c weighted, E not normalised."""
 
-    weighted: jax.Array  # [C, K] float32, weights times u of all tiles but the last, in `unit`
-    weights_last: jax.Array  # [C, C], weights of the tile before the diagonal block
+    weighted: jax.Array  # [C, K] float32, weights times u of the tiles before, in `unit`
+    unit: jax.Array  # scalar
     total: jax.Array  # [C], sum of the weights
+    lse: jax.Array  # [C]
     beta: jax.Array | None  # [C], DeltaFormer
     diagonal: jax.Array  # [C], of the system
-    inverse: jax.Array  # [C, C], of the diagonal block after division by `diagonal`
-    unit: jax.Array  # scalar
+    below: jax.Array  # [C, C], the system's diagonal block below its diagonal, after division by it
 
 
-def _finish_softmax(s, refs, place, scores, previous, has_last, carry):
-    """The softmax with the last two tiles, and the inverse of the diagonal block."""
+def _finish_softmax(s, refs, place, scores_own, scores_last, carry):
+    """The softmax with the diagonal block and with a last tile, or None: (_Rows, weights of the last tile or None)."""
     weighted, maximum, total, unit = carry
-    scores_last = jnp.where(has_last, scores(previous, False), MASKED)
-    scores_own = scores(place.block, True)
-    new_maximum = jnp.maximum(maximum, jnp.maximum(jnp.max(scores_last, axis=1), jnp.max(scores_own, axis=1)))
+    new_maximum = jnp.max(scores_own, axis=1)
+    if scores_last is not None:
+        new_maximum = jnp.maximum(new_maximum, jnp.max(scores_last, axis=1))
+    new_maximum = jnp.maximum(maximum, new_maximum)
     rescale = jnp.exp2(maximum - new_maximum)
-    last = jnp.exp2(scores_last - (new_maximum - s.bias)[:, None])
     own = jnp.exp2(scores_own - (new_maximum - s.bias)[:, None])
-    total = total * rescale + jnp.sum(last, axis=1) + jnp.sum(own, axis=1)
+    total = total * rescale + jnp.sum(own, axis=1)
+    last = None
+    if scores_last is not None:
+        last = jnp.exp2(scores_last - (new_maximum - s.bias)[:, None])
+        total = total + jnp.sum(last, axis=1)
+        last = last.astype(jnp.float16 if s.half else jnp.float32)
     total = jnp.where(total > 0.0, total, 1.0)  # a row that sees nothing has no weights
     weighted = weighted * rescale[:, None]
-    last = last.astype(jnp.float16 if s.half else jnp.float32)
-    tiles.store_vector(refs.lse, place.batch, place.block, place.head, s.rows, new_maximum + jnp.log2(total) - s.bias)
+    lse = new_maximum + jnp.log2(total) - s.bias
     row = lax.broadcasted_iota(jnp.int32, (s.rows, s.rows), 0)
     column = lax.broadcasted_iota(jnp.int32, (s.rows, s.rows), 1)
-    beta = None
     if s.strict:
         beta = tiles.load_vector(refs.coefficient, place.batch, place.block, place.head, s.rows)
-        diagonal = total
-        below = own * (beta / diagonal)[:, None]
-    else:
-        diagonal = jnp.sum(jnp.where(row == column, own, 0.0), axis=1) + refs.coefficient[place.head] * total
-        diagonal = jnp.where(diagonal == 0.0, jnp.inf, diagonal)  # ridge 0 and nothing seen: u = 0
-        below = jnp.where(column < row, own, 0.0) / diagonal[:, None]
-    return _Rows(weighted, last, total, beta, diagonal, tiles.unit_lower_inverse(s, below), unit)
+        return _Rows(weighted, unit, total, lse, beta, total, own * (beta / total)[:, None]), last
+    diagonal = jnp.sum(jnp.where(row == column, own, 0.0), axis=1) + refs.coefficient[place.head] * total
+    diagonal = jnp.where(diagonal == 0.0, jnp.inf, diagonal)  # ridge 0 and nothing seen: u = 0
+    below = jnp.where(column < row, own, 0.0) / diagonal[:, None]
+    return _Rows(weighted, unit, total, lse, None, diagonal, below), last
 
 
-def _solve(s, refs, place, row_segments, previous, has_last, seen, rows):
-    """u of the row block, stored and published."""
-    b, h, block = place.batch, place.head, place.block
-    seen = wavefront.wait_for(refs.counters, place.counter, jnp.where(has_last, block, 0), seen)
-    u, unit = _load_u(s, refs, place, previous, rows.unit)
-    u, unit = jnp.where(has_last, u, jnp.zeros_like(u)), jnp.where(has_last, unit, 1.0)
-    weighted = rows.weighted * rows.unit + tiles.dot(s, rows.weights_last, u) * unit
+def _target(s, refs, place, rows, weighted):
+    """Right side [C, K] of the diagonal block's system after division by its diagonal."""
     if s.strict:
         weighted = weighted * rows.beta[:, None]
-    rhs = tiles.load_rows(refs.rhs, b, block, h, s.rows).astype(jnp.float32)
-    u = tiles.dot(s, rows.inverse, (rhs * rows.total[:, None] - weighted) / rows.diagonal[:, None])
-    tiles.store_rows(refs.u, b, block, h, s.rows, u)
+    rhs = tiles.load_rows(refs.rhs, place.batch, place.block, place.head, s.rows).astype(jnp.float32)
+    return (rhs * rows.total[:, None] - weighted) / rows.diagonal[:, None]
+
+
+def _store_u(s, refs, place, u):
+    tiles.store_rows(refs.u, place.batch, place.block, place.head, s.rows, u)
     if s.half:
-        if s.segmented:  # nobody sees padding, and its u = rhs / ridge would set the unit
-            u = jnp.where((row_segments != 0)[:, None], u, 0.0)
         half, unit = tiles.quantize(u)
-        tiles.store_rows(refs.u_half, b, block, h, s.rows, half)
-        refs.unit[b, h, block] = jnp.sum(unit)
-    # Counters count blocks from the front; one that did not need its predecessors still waits before it is counted.
-    wavefront.wait_for(refs.counters, place.counter, block, seen)
-    wavefront.publish(refs.counters, place.counter, block + 1, s.interpret)
+        tiles.store_rows(refs.u_half, place.batch, place.block, place.head, s.rows, half)
+        refs.unit[place.batch, place.head, place.block] = jnp.sum(unit)

@@ -182,3 +182,16 @@ def unit_lower_inverse(settings: Settings, n: jax.Array) -> jax.Array:
 
     # A loop, not unrolled: unrolled levels cost kilobytes of spilled registers.
     return lax.fori_loop(0, count.bit_length() - 1, merge, x)
+
+
+def substitute(n: jax.Array, target: jax.Array) -> jax.Array:
+    """x of (I + n) x = target for strictly lower triangular n [C, C], row after row: no row depends on a later one."""
+    row = lax.broadcasted_iota(jnp.int32, target.shape, 0)
+    column = lax.broadcasted_iota(jnp.int32, n.shape, 1)
+
+    def step(r, x):
+        factor = jnp.sum(jnp.where(column == r, n, 0.0), axis=1)
+        solved = jnp.sum(jnp.where(row == r, x, 0.0), axis=0)
+        return jnp.where(row > r, x - factor[:, None] * solved[None, :], x)
+
+    return lax.fori_loop(0, n.shape[0] - 1, step, target)

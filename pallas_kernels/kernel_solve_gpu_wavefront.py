@@ -40,9 +40,14 @@ def wait_for(counters: Ref, head: jax.Array, count: jax.Array, seen: jax.Array) 
 
 def publish(counters: Ref, head: jax.Array, count: jax.Array, interpret: bool) -> None:
     """Raises the head's counter to `count` after every thread of this program has stored its part."""
+    barrier(interpret)
+    plt.atomic_max(counters, _counter(head), count)
+
+
+def barrier(interpret: bool) -> None:
+    """What one thread of this program stored before it, the others see after it."""
     if not interpret:
         plt.debug_barrier()
-    plt.atomic_max(counters, _counter(head), count)
 
 
 def new_counters(num_heads_total: int) -> jax.Array:

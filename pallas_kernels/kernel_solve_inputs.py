@@ -31,6 +31,17 @@ def check(
         )
 
 
+def zero_padding(segment_ids: jax.Array | None, *arrays: jax.Array) -> list[jax.Array]:
+    """The arrays [B, L, ...] with zeros in rows of padding, id 0, whose cotangents are then zeros too.
+
+    So whatever lies in padding is inert: a product would carry NaN from there to other rows, as 0 * NaN.
+    """
+    if segment_ids is None:
+        return list(arrays)
+    real = segment_ids != 0
+    return [jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, jnp.zeros((), x.dtype)) for x in arrays]
+
+
 def pad(x: jax.Array, rows: int, dim: int = 0) -> jax.Array:
     """[B, L, H, K] with zeros after L and after K: causality keeps added rows, products keep added features, inert."""
     return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, dim))) if rows or dim else x

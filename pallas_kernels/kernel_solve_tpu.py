@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kernel_solve_inputs import check, pad, pad_rows_of_heads
+from pallas_kernels.kernel_solve_inputs import check, pad, pad_rows_of_heads, zero_padding
 from pallas_kernels.kernel_solve_tpu_backward import backward, backward_bytes
 from pallas_kernels.kernel_solve_tpu_forward import forward, forward_bytes
 from pallas_kernels.kernel_solve_tpu_tiles import LANES, MIB, Settings
@@ -146,20 +146,24 @@ def kernel_solve(
       rhs: [B, L, H, K], any floating-point dtype but float64.
       ridge: [H], the diagonal D of the inclusive system (Cubit). Exactly one of ridge and beta is given.
       beta: [B, L, H], the row factors c of the strict system with unit diagonal (DeltaFormer).
-      segment_ids: [B, L] integers; rows see columns of their own id only, and padding, id 0, sees nothing.
+      segment_ids: [B, L] integers; rows see columns of their own id only. In padding, id 0, u is 0, and
+        whatever the arrays hold there has no effect.
       window: row i sees columns j with i - j < window.
       scale: factor of the scores, a Python number.
       block_size: BlockSizes, or the number of rows per block (a multiple of 128), or None for those of the device.
       interpret: run in Pallas' interpreter (on a CPU): True or pltpu.InterpretParams.
 
     Returns:
-      u [B, L, H, K] float32.
+      u [B, L, H, K] float32. A row that overflows, and rows that depend on it, are not finite; rows before it are what
+      they would be without it.
 
     Raises:
       NotImplementedError: float64 arguments, a head dimension, length or block_size that these kernels do not have.
       ValueError: a malformed input.
     """
     check("TPU", query, key, rhs, ridge, beta, HEAD_DIMS[-1])
+    real_ids = segment_ids
+    query, key, rhs = zero_padding(real_ids, query, key, rhs)
     batch, length, num_heads, head_dim = query.shape
     precise = not query.dtype == key.dtype == jnp.bfloat16
     if precise:
@@ -197,12 +201,12 @@ def kernel_solve(
     if beta is None:
         coefficient = jnp.broadcast_to(ridge.astype(jnp.float32), (batch, num_heads)).reshape(-1)
     else:
-        coefficient = pad_rows_of_heads(beta, rows_missing)
+        coefficient = pad_rows_of_heads(*zero_padding(real_ids, beta), rows_missing)
     if segment_ids is not None:
         # The rows that are added see each other, so that their system is never singular.
         segment_ids = jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, rows_missing)), constant_values=2**30)
     u = _solve(config, flat(query), flat(key), flat(rhs), coefficient, segment_ids)
-    return u[:, :length, :, :head_dim]
+    return zero_padding(real_ids, u[:, :length, :, :head_dim])[0]
 
 
 def _sizes(block_size, length, num_heads, head_dim, precise):

@@ -7,6 +7,9 @@ the u of all blocks before it, which stays in vector memory. For one row block
 1. each tile before the diagonal block adds to a running softmax and to P u (`_tile`);
 2. the diagonal block finishes the softmax (`_finish_softmax`), inverts the 128 by 128 systems on the diagonal
    (kernel_solve_tpu_inverse) and solves for u, 128 rows after 128 rows (`_solve_blocks`).
+
+Where one row overflows, products with the inverses spoil 128 rows of one or two heads, because 0 * inf is NaN. Such a
+row block is solved again by substitution (`_solve_again`), as a dense solver does. That keeps the rows before.
 """
 
 import functools
@@ -18,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kernel_call import Operand, Ref, call
-from pallas_kernels.kernel_solve_tpu_inverse import invert
+from pallas_kernels.kernel_solve_tpu_inverse import invert, substitute
 from pallas_kernels.kernel_solve_tpu_tiles import (
     FLOOR,
     LANES,
@@ -33,6 +36,7 @@ from pallas_kernels.kernel_solve_tpu_tiles import (
     dot,
     dot_float32,
     fold_lanes,
+    fold_sublanes,
     head,
     in_hbm,
     iota,
@@ -223,7 +227,8 @@ def _tile(s, refs, i, j, width):
     )
     for h in range(s.heads):
         scores = dot(refs.query[0, :, head(s, h)], refs.key[0, :width, head(s, h)], (1, 1), s.precise) * s.log2_scale
-        weights, rescale = _accumulate(refs, h, slice(None), masked(mask, scores, MASKED))
+        maximum, total, weights, rescale = _accumulate(refs, h, slice(None), masked(mask, scores, MASKED))
+        refs.maximum[h], refs.total[h] = maximum, total
         start = pl.multiple_of(j * s.columns, s.columns)
         refs.weighted[h] = refs.weighted[h] * widen(rescale, s.head_dim) + dot(
             weights.astype(s.dtype), refs.u_low[h, pl.ds(start, width)], precise=s.precise
@@ -231,14 +236,12 @@ def _tile(s, refs, i, j, width):
 
 
 def _accumulate(refs, h, rows, scores):
-    """One step of the running softmax: the unnormalised weights and the factor of what was summed before."""
+    """One step of the running softmax: its new maximum and total, the weights, and the factor of the sum before."""
     before = refs.maximum[h, rows]
-    after = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.exp2(scores - widen(after, scores.shape[1]))
-    rescale = jnp.exp2(before - after)
-    refs.maximum[h, rows] = after
-    refs.total[h, rows] = refs.total[h, rows] * rescale + fold_lanes(weights)
-    return weights, rescale
+    maximum = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp2(scores - widen(maximum, scores.shape[1]))
+    rescale = jnp.exp2(before - maximum)
+    return maximum, refs.total[h, rows] * rescale + fold_lanes(weights), weights, rescale
 
 
 class _Rows(NamedTuple):
@@ -246,7 +249,9 @@ class _Rows(NamedTuple):
 
     weights: jax.Array  # [128, columns before these rows], not normalised; up to these rows if row_sum is wanted
     known: jax.Array  # [128, K], weights times the u of earlier rows
-    factor: jax.Array  # [128, 128] with equal lanes, what weights and known are multiplied by: c over their sum
+    norm: jax.Array  # [128, 128] with equal lanes, what makes P of the weights
+    factor: jax.Array  # [128, 128] with equal lanes, c times norm
+    lse: jax.Array  # [128, 128] with equal lanes
     system: jax.Array  # [128, 128], D + c P
 
 
@@ -258,7 +263,6 @@ def _diagonal_block(s, refs, group, i, remainder):
     column_ids = refs.column_ids.at[0, :, pl.ds(offset, s.rows)] if s.segmented else None
     u_low = refs.u_low.at[:, pl.ds(first_row, s.rows)]
     blocks = range(s.rows // LANES)
-    identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
     pairs = [(h, b) for h in range(s.heads) for b in blocks]
     # By blocks of columns, here and in the solution below, so that the matrix unit loads each of them once.
     scores = {
@@ -268,15 +272,21 @@ def _diagonal_block(s, refs, group, i, remainder):
     rows = {}
     for h, b in pairs:
         strip = jnp.concatenate([scores[h, c][block(b - c)] for c in range(b + 1)], axis=1)
-        rows[h, b] = _finish_softmax(s, refs, group, h, b, strip, column_ids, identity)
-    # Neighbours share products, so they are heads of the same rows: what is not finite there spoils no row before them.
+        rows[h, b] = _finish_softmax(s, refs, group, h, block(b), _hide(s, refs, b, strip, column_ids))
+        if refs.lse is not None:
+            refs.lse[0, h : h + 1, block(b)] = column_to_row(rows[h, b].lse)
+    # Neighbours share products: heads of the same rows, so that what is not finite there spoils no row before these.
     pairs = [(h, b) for b in blocks for h in range(s.heads)]
     inverses = dict(zip(pairs, invert([rows[pair].system for pair in pairs], s.precise)))
-    _solve_blocks(s, refs, u_low, rows, inverses)
+    size = _solve_blocks(s, refs, u_low, rows, inverses)
+
+    @pl.when(jnp.logical_not(size < jnp.inf))
+    def _():
+        _solve_again(s, refs, group, key, column_ids, u_low)
 
 
-def _finish_softmax(s, refs, group, h, b, scores, column_ids, identity):
-    """The last step of the softmax of 128 rows: scores [128, columns up to and with these rows] -> _Rows."""
+def _hide(s, refs, b, scores, column_ids):
+    """Scores of the 128 rows b of the row block, for its columns up to and with these rows, where they are seen."""
     width = (b + 1) * LANES
     mask = visible(
         s,
@@ -288,52 +298,100 @@ def _finish_softmax(s, refs, group, h, b, scores, column_ids, identity):
     )
     scores = masked(mask, scores, MASKED)
     edge = jnp.where(causal(0, s.strict), scores[:, block(b)], MASKED)
-    scores = jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
-    weights, rescale = _accumulate(refs, h, block(b), scores)
-    known = refs.weighted[h, block(b)] * widen(rescale, s.head_dim)
-    row_sum_wanted = refs.row_sum is not None
-    before = weights if row_sum_wanted else weights[:, : b * LANES]
-    own = weights[:, block(b)]
-    norm = jnp.broadcast_to(jnp.sum(refs.total[h, block(b)], axis=1, keepdims=True), (LANES, LANES))
-    lse = refs.maximum[h, block(b)] + jnp.log(norm) * LOG2_E
+    return jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
+
+
+def _finish_softmax(s, refs, group, h, rows, scores):
+    """The last step of the softmax of 128 rows: scores [128, earlier columns of the row block and these] -> _Rows."""
+    maximum, total, weights, rescale = _accumulate(refs, h, rows, scores)
+    known = refs.weighted[h, rows] * widen(rescale, s.head_dim)
+    before = weights if refs.row_sum is not None else weights[:, :-LANES]
+    own = weights[:, -LANES:]
+    norm = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), (LANES, LANES))
+    lse = maximum + jnp.log(norm) * LOG2_E
+    seen = None
     if s.strict or s.segmented:  # some rows see nothing
         seen = norm > 0
         norm = jnp.where(seen, 1.0 / jnp.where(seen, norm, 1.0), 0.0)
         lse = jnp.where(seen, lse, UNSEEN)
     else:
         norm = 1.0 / norm
-    if refs.lse is not None:
-        refs.lse[0, h : h + 1, block(b)] = column_to_row(lse)
-    if not s.strict:
-        return _Rows(before, known, norm, own * norm + refs.ridge[group * s.heads + h] * identity)
-    factor = norm * row_to_column(refs.beta[0, h : h + 1][:, block(b)])
-    system = own * factor + identity
-    if row_sum_wanted:
-        refs.total[h, block(b)] = norm  # the sum is not needed any more
-    return _Rows(before, known, factor, system)
+    identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
+    if s.strict:
+        factor = norm * row_to_column(refs.beta[0, h : h + 1, rows])
+        return _Rows(before, known, norm, factor, lse, own * factor + identity)
+    # Rows of padding see nothing: any D but zero solves for their u, which is zero.
+    ridge = masked(seen, refs.ridge[group * s.heads + h], 1.0) * identity
+    return _Rows(before, known, norm, norm, lse, own * norm + ridge)
 
 
 def _solve_blocks(s, refs, u_low, rows, inverses):
-    """u of the row block from its rows and the inverses of their systems; both are {(head, block of 128 rows): ...}."""
+    """u of the row block from its rows and the inverses of their systems; both are {(head, block of 128 rows): ...}.
+
+    Returns the sum of the sizes of u, a scalar that is finite only if u is.
+    """
     blocks = range(s.rows // LANES)
     known = {pair: x.known for pair, x in rows.items()}
     row_sum_wanted = refs.row_sum is not None
+    size = jnp.zeros((8, s.head_dim), jnp.float32)
     for b in blocks:
         for h in range(s.heads):
             target = refs.rhs[0, block(b), head(s, h)].astype(jnp.float32)
             target = target - widen(rows[h, b].factor, s.head_dim) * known[h, b]
             u = dot_float32(inverses[h, b], target, s.precise)
+            size = size + fold_sublanes(jnp.abs(u))
             u_low[h, block(b)] = u.astype(s.dtype)  # read again below: the estimator does not take a cast and its use
             if later := blocks[b + (not row_sum_wanted) :]:
                 below = jnp.concatenate([rows[h, c].weights[:, block(b)] for c in later], axis=0)
                 below = dot(below.astype(s.dtype), u_low[h, block(b)], precise=s.precise)
                 for c in later:
                     known[h, c] = known[h, c] + below[block(c - later[0])]
-            if refs.inverse is None:
-                refs.u[0, block(b), 0, h] = u
-                continue
-            refs.u[0, block(b), head(s, h)] = u
-            refs.inverse[0, block(b), h * LANES : (h + 1) * LANES] = inverses[h, b]
-            if row_sum_wanted:
-                row_sum = widen(refs.total[h, block(b)], s.head_dim) * known[h, b]
-                refs.row_sum[0, block(b), head(s, h)] = row_sum.astype(s.dtype)
+            _write(s, refs, h, block(b), u, inverses[h, b], rows[h, b].norm, known[h, b])
+    return jnp.sum(size)
+
+
+def _write(s, refs, h, rows, u, inverse, norm, known):
+    """Writes the outputs of 128 rows of one head, except lse; known is weights times u up to and with these rows."""
+    if refs.inverse is None:
+        refs.u[0, rows, 0, h] = u
+        return
+    refs.u[0, rows, head(s, h)] = u
+    refs.inverse[0, rows, h * LANES : (h + 1) * LANES] = inverse
+    if refs.row_sum is not None:
+        refs.row_sum[0, rows, head(s, h)] = (widen(norm, s.head_dim) * known).astype(s.dtype)
+
+
+def _solve_again(s, refs, group, key, column_ids, u_low):
+    """Solves the row block by substitution, 128 rows after 128 rows: many steps, but no row depends on a later one."""
+    column = iota((LANES, s.rows), 1)
+    row_of_u = iota((s.rows, s.head_dim), 0)
+    identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
+
+    def solve(b, _):
+        first = pl.multiple_of(b * LANES, LANES)
+        rows = pl.ds(first, LANES)
+        row_ids = refs.row_segments[rows] if s.segmented else None
+        for h in range(s.heads):
+            query = refs.query[0, rows, head(s, h)]
+            before = dot(query, key[:, head(s, h)], (1, 1), s.precise) * s.log2_scale
+            ids = column_ids[:, :] if s.segmented else None
+            before = masked(visible(s, before.shape, 0, first, row_ids, ids), before, MASKED)
+            own = dot(query, key[rows, head(s, h)], (1, 1), s.precise) * s.log2_scale
+            ids = column_ids[:, rows] if s.segmented else None
+            own = masked(visible(s, own.shape, 0, 0, row_ids, ids), own, MASKED)
+            own = jnp.where(causal(0, s.strict), own, MASKED)
+            scores = jnp.concatenate([jnp.where(column < first, before, MASKED), own], axis=1)
+            these = _finish_softmax(s, refs, group, h, rows, scores)
+            # Not yet solved, so perhaps not finite, and zero weights would not hide that.
+            u_before = jnp.where(row_of_u < first, u_low[h], jnp.zeros((), s.dtype))
+            weights = these.weights[:, : s.rows].astype(s.dtype)
+            known = these.known + dot(weights, u_before, precise=s.precise)
+            target = refs.rhs[0, rows, head(s, h)].astype(jnp.float32) - widen(these.factor, s.head_dim) * known
+            solved = substitute(these.system, jnp.concatenate([identity, target], axis=1))
+            inverse, u = solved[:, :LANES], solved[:, LANES:]
+            u_low[h, rows] = u.astype(s.dtype)
+            if refs.row_sum is not None:
+                known = known + dot(these.weights[:, s.rows :].astype(s.dtype), u_low[h, rows], precise=s.precise)
+            _write(s, refs, h, rows, u, inverse, these.norm, known)
+
+    jax.lax.fori_loop(0, s.rows // LANES, solve, None)

@@ -1,10 +1,12 @@
 """Inverses of the diagonal blocks of the causal solve, inside a TPU kernel.
 
 The forward kernel solves a block of rows by multiplying with these inverses, and keeps them for the backward kernel.
+Where that overflows it uses substitution.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kernel_solve_tpu_tiles import LANES, dot_float32, iota
@@ -107,3 +109,17 @@ def _invert_16(packed):
                     x[n] = x[n] - _gather_lanes(lower[n], group + k) * row
     columns = [jnp.sum(unit[0] * top + unit[1] * low, axis=0, keepdims=True) for top, low in reciprocal]
     return [jnp.concatenate(x, axis=0) * column for x, column in zip(inverse, columns)]
+
+
+def substitute(system: jax.Array, target: jax.Array) -> jax.Array:
+    """x of system x = target, lower-triangular [128, 128], row after row: no row of x depends on a later one."""
+    row, system_row, system_column = iota(target.shape, 0), iota(system.shape, 0), iota(system.shape, 1)
+
+    def step(r, x):
+        pivot = jnp.where((system_row == r) & (system_column == r), system, 0.0)
+        pivot = jnp.sum(jnp.sum(pivot, axis=1, keepdims=True), axis=0, keepdims=True)
+        factor = jnp.sum(jnp.where(system_column == r, system, 0.0), axis=1, keepdims=True)
+        solved = jnp.sum(jnp.where(row == r, x, 0.0), axis=0, keepdims=True) / pivot
+        return jnp.where(row == r, solved, jnp.where(row > r, x - factor * solved, x))
+
+    return lax.fori_loop(0, LANES, step, target)

@@ -262,6 +262,43 @@ def test_causal():
         np.testing.assert_array_equal(u[:, :last], whole[:, :last])
 
 
+@pytest.mark.parametrize(
+    ("strict", "dtype", "block_size", "length", "start"),
+    [
+        (False, jnp.float32, 16, 60, 20),
+        (True, jnp.bfloat16, 16, 60, 20),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (False, jnp.bfloat16, 16, 11, 1),
+                (True, jnp.float32, 64, 130, 100),
+                (False, jnp.bfloat16, 64, 130, 20),
+            )
+        ),
+    ],
+)
+def test_a_row_that_overflows_spoils_no_row_before_it(strict, dtype, block_size, length, start, check_overflow):
+    @jit
+    def run(arrays):
+        coefficient = {"beta" if strict else "ridge": arrays[3]}
+        return kernel_solve(*arrays[:3], **coefficient, block_size=block_size, interpret=True)
+
+    limit = 1e-5 if dtype == jnp.float32 else 2e-2
+    check_overflow(run, length, 16, 2, strict=strict, dtype=dtype, limit=limit, start=start)
+
+
+@pytest.mark.parametrize(
+    ("strict", "dtype"), [(False, jnp.bfloat16), pytest.param(True, jnp.float32, marks=pytest.mark.full)]
+)
+def test_padding_is_inert(strict, dtype, check_padding):
+    *args, cotangent = (jnp.asarray(x) for x in problem(70, strict=strict, dtype=dtype))
+
+    def run(arrays, cotangent, segment_ids):
+        return device(arrays, cotangent, strict=strict, segment_ids=segment_ids, block_size=16)
+
+    check_padding(run, args, cotangent, jnp.asarray(PACKED, jnp.int32), strict=strict)
+
+
 @pytest.mark.parametrize("dims", [(8, 16), (24,), (48, 64), (80, 96, 128), (256,)])
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.full), jnp.bfloat16])
 def test_head_dims(dtype, dims, error, reference):

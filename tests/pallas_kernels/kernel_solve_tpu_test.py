@@ -118,7 +118,8 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("strict", [False, True])
 def test_every_block_size_gives_the_same(error, reference, strict):
     arrays = inputs(1, 500, 2, 128, strict=strict)
     results = [compare(error, reference, arrays, strict=strict, block_size=size) for size in SIZES]
@@ -128,7 +129,8 @@ def test_every_block_size_gives_the_same(error, reference, strict):
             assert error(actual, wanted) <= 1e-5, name
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("strict", [False, True])
 def test_value_alone_is_that_with_gradients(error, strict):
     """Without a gradient the kernel writes nothing but u, and in another arrangement."""
     *arrays, cotangent = inputs(2, 260, 4, 64, strict=strict)
@@ -142,15 +144,47 @@ def test_value_alone_is_that_with_gradients(error, strict):
     np.testing.assert_array_equal(poisoned[:, :256], alone[:, :256])
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_rows_that_are_not_finite_spoil_none_before_their_128(strict):
-    """Though the inverses of a block of rows share products: with those of other heads, not of other rows."""
-    *arrays, _ = inputs(1, 384, 2, 64, strict=strict)
-    sizes = BlockSizes(384, 384, 2, 128, 128, 2)
-    program = jax.jit(functools.partial(solve, strict=strict, block_size=sizes), compiler_options=COMPILER_OPTIONS)
-    whole, poisoned = program(*arrays), program(*(x.at[:, 300:].set(jnp.nan) for x in arrays[:3]), arrays[3])
-    np.testing.assert_array_equal(poisoned[:, :256], whole[:, :256])
-    assert not np.isfinite(poisoned[:, 300:]).any()
+@pytest.mark.parametrize(
+    ("strict", "num_heads", "dtype", "length", "start"),
+    [
+        # Inverses that share products: of one head, 128 rows and the next, and below of two heads.
+        (False, 1, jnp.float32, 256, 130),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (True, 2, jnp.bfloat16, 256, 20),
+                (False, 1, jnp.float32, 11, 1),
+                (True, 1, jnp.float32, 300, 100),
+                (False, 2, jnp.bfloat16, 300, 140),
+            )
+        ),
+    ],
+)
+def test_a_row_that_overflows_spoils_no_row_before_it(strict, num_heads, dtype, length, start, check_overflow):
+    sizes = BlockSizes(256, 256, num_heads, 256, 256, num_heads)
+    plain = functools.partial(solve, strict=strict, block_size=sizes)
+
+    def with_residuals(*arrays):
+        return jax.vjp(plain, *arrays)[0]
+
+    def run(arrays):
+        return jax.jit(with_residuals if strict else plain, compiler_options=COMPILER_OPTIONS)(*arrays)
+
+    limit = FORWARD if dtype == jnp.float32 else LOW_PRECISION
+    check_overflow(run, length, 64, num_heads, strict=strict, dtype=dtype, limit=limit, start=start)
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_padding_is_inert(strict, check_padding):
+    segment_ids = jnp.asarray([[0] * 5 + [1] * 130 + [0] * 3 + [2] * 60 + [0] * 2], jnp.int32)
+    *arrays, cotangent = inputs(1, 200, 1, 64, strict=strict)
+
+    def both(arrays, cotangent, segment_ids):
+        function = functools.partial(solve, strict=strict, segment_ids=segment_ids, block_size=128)
+        u, back = jax.vjp(function, *arrays)
+        return u, back(cotangent)
+
+    check_padding(jax.jit(both, compiler_options=COMPILER_OPTIONS), arrays, cotangent, segment_ids, strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +226,7 @@ def test_head_dims(dtype, dims, error, reference):
 
 @pytest.mark.parametrize(
     ("dim", "strict"),
-    [(64, True), (128, False), *(pytest.param(*case, marks=pytest.mark.full) for case in ((64, False), (128, True)))],
+    [(64, True), *(pytest.param(*case, marks=pytest.mark.full) for case in ((64, False), (128, False), (128, True)))],
 )
 def test_bfloat16(error, reference, dim, strict):
     arrays = inputs(1, 300, 2, dim, strict=strict, dtype=jnp.bfloat16)
@@ -210,7 +244,7 @@ def test_bfloat16_with_the_block_sizes_that_are_estimated(error, reference, stri
     compare(error, reference, arrays, strict=strict, forward=LOW_PRECISION, gradient=LOW_PRECISION, block_size=sizes)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.full), jnp.float16])
 def test_keys_that_are_not_normalised_and_equal_keys(dtype, reference):
     rng = np.random.default_rng(0)
     key, rhs = jnp.asarray(rng.normal(size=(2, 1, 512, 1, 64)), dtype)
@@ -235,7 +269,7 @@ def test_exact_diagonal_with_peaked_weights(error, reference):
     compare(error, reference, arrays, strict=False, forward=LOW_PRECISION, gradient=LOW_PRECISION)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [pytest.param(False, marks=pytest.mark.full), True])
 def test_no_race_and_no_read_of_memory_that_was_not_written(error, reference, strict):
     """Several row blocks and key tiles, the last tile reaching past the end of the array."""
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
@@ -246,7 +280,8 @@ def test_no_race_and_no_read_of_memory_that_was_not_written(error, reference, st
     assert not interpret_pallas_call.races.races_found
 
 
-@pytest.mark.parametrize("transformation", [pytest.param("vmap", marks=pytest.mark.full), "scan and remat"])
+@pytest.mark.full
+@pytest.mark.parametrize("transformation", ["vmap", "scan and remat"])
 def test_transformations(transformation, error):
     *arrays, cotangent = inputs(2, 130, 1, 64, strict=True)
     plain = functools.partial(solve, strict=True, block_size=128)

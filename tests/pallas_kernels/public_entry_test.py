@@ -22,8 +22,14 @@ def gradients(query, key, rhs, ridge):
     return jax.grad(loss, (0, 1, 2, 3))(query, key, rhs, ridge)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("head_dim", [24, 96, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *((24, jnp.bfloat16), (96, jnp.float32), (256, jnp.bfloat16)),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((24, jnp.float32), (96, jnp.bfloat16))),
+        pytest.param(256, jnp.float32, marks=pytest.mark.full),
+    ],
+)
 def test_lowered_for_a_tpu_it_has_the_kernels_by_name(head_dim, dtype):
     """Each width that head dimensions are padded to; libtpu compiles 64 and 128 in tpu_compile_test."""
     x, ridge = jax.ShapeDtypeStruct((1, 200, 2, head_dim), dtype), jax.ShapeDtypeStruct((2,), jnp.float32)

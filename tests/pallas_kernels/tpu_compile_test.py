@@ -65,7 +65,15 @@ PAIRWISE = [
 EVERY = list(itertools.product(CHIPS, ("float32", "bfloat16"), (64, 128), (1024, 8192)))
 
 
-@pytest.mark.parametrize(("chip", "dtype", "dim", "length"), PAIRWISE)
+def mostly_full(cases, usual):
+    """The cases as parameters, all but the usual one for the full tier: a case takes libtpu about 10 seconds."""
+    assert usual in cases
+    return [case if case == usual else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "dim", "length"), mostly_full(PAIRWISE, usual=("v5p", "bfloat16", 128, 8192))
+)
 def test_compiles(chip, dtype, dim, length):
     compile_for(chip, dtype, dim, length)
 
@@ -85,12 +93,15 @@ def test_every_pair_is_compiled():
 @pytest.mark.parametrize(
     "chip", ["v5p", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e", "v6e", "tpu7x"))]
 )
-@pytest.mark.parametrize(("strict", "length"), [(False, 2048), (True, 4096), (True, 8192)])
+@pytest.mark.parametrize(
+    ("strict", "length"), mostly_full([(False, 2048), (True, 4096), (True, 8192)], usual=(True, 8192))
+)
 def test_compiles_with_every_mask(chip, strict, length):
     """DeltaFormer's residuals beside everything else: the most that has to fit, at 4096 with four heads a program."""
     compile_for(chip, "bfloat16", 128, length, strict=strict, segments=True, window=700)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "chip", ["tpu7x", *(pytest.param(chip, marks=pytest.mark.slow) for chip in ("v5e", "v5p", "v6e"))]

@@ -23,7 +23,7 @@ from absl import flags, logging
 from tqdm import tqdm
 
 from cubit_jax.data import check_restored, encode_documents, open_corpus, open_tokenizer
-from cubit_jax.data.sources import digest
+from cubit_jax.data.sources import counted, digest
 from cubit_jax.runtime import cli
 from cubit_jax.runtime.errors import UserError
 
@@ -150,7 +150,8 @@ def _write_stream(path, documents, tokenizer, dtype, name):
         file.write(int(tokenizer.end_id).to_bytes(int(dtype[-1]), "little"))
         file.flush()
         os.fsync(file.fileno())
-    logging.info("%s: %d documents, %d bytes, %d tokens", name, len(documents), documents.bytes, tokens)
+    counts = (len(documents), "document"), (documents.bytes, "byte"), (tokens, "token")
+    logging.info("%s: %s", name, ", ".join(counted(number, noun) for number, noun in counts))
     return {"documents": len(documents), "bytes": documents.bytes, "tokens": tokens}
 
 

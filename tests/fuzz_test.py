@@ -191,23 +191,17 @@ def _run_try(seed, folder, micro_config):
     run = load_run(str(folder / "run"))
     corpus = data.open_corpus(run.config.data, folder / "run")
     stream = _stream(_texts(corpus.heldout), run.tokenizer)
-    rows = collections.defaultdict(list)
-    for row, start, place in _rows(stream, run.config.seq_len, run.tokenizer.end_id):
-        rows[row].append((start, place))
-    nll = []
-    for row in rows.values():
-        places = np.array([place for _, place in row])
-        starts = np.array([start for start, _ in row])
-        apply = run.model.apply
-        with jax.set_mesh(run.mesh):
-            logits = apply(
-                {"params": run.params},
-                stream[places][None].astype(np.int32),
-                segment_ids=1 + np.unique(starts, return_inverse=True)[1][None].astype(np.int32),
-                positions=(places - starts)[None].astype(np.int32),
-            )
-        logits = np.asarray(logits[0], np.float64)
-        nll += list(np.logaddexp.reduce(logits, -1) - logits[np.arange(len(places)), stream[places + 1]])
+    places = list(_rows(stream, run.config.seq_len, run.tokenizer.end_id))
+    tokens, targets, segments, positions = np.zeros((4, places[-1][0] + 1, run.config.seq_len), np.int32)
+    for row, start, place in places:
+        column = place % run.config.seq_len
+        tokens[row, column], targets[row, column] = stream[place : place + 2]
+        segments[row, column], positions[row, column] = 1 + start % run.config.seq_len, place - start
+    with jax.set_mesh(run.mesh):
+        logits = jax.jit(run.model.apply)({"params": run.params}, tokens, segment_ids=segments, positions=positions)
+    logits = np.asarray(logits, np.float64)
+    nll = np.logaddexp.reduce(logits, -1) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    nll = nll[segments > 0].tolist()
     expected = math.fsum(nll) / len(nll)
     tolerance = 2e-2 if run.config.model.dtype == "bfloat16" else 1e-4
     result, _ = evaluate(str(folder / "run"))

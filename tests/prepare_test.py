@@ -58,7 +58,7 @@ def test_program_writes_streams_that_decode_to_the_documents(tmp_path, texts):
             "bytes": sum(len(text.encode()) for text in documents),
         }
         assert ends[0] == 0 and ends[-1] == len(stream) - 1
-        assert f"{name}: {len(documents)} documents" in result.stderr
+        assert f"{name}: {len(documents)} document" in result.stderr
         found += documents
     assert sorted(found) == sorted(f"file {name} line {i} é <|endoftext|>" for name in "ab" for i in range(30))
     assert 2 < metadata["heldout"]["documents"] < 25

@@ -11,6 +11,7 @@ import numpy as np
 
 from cubit_jax import data
 from cubit_jax.data.bigram import bigram_bits_per_byte
+from cubit_jax.data.sources import counted
 from cubit_jax.flops import flops_per_token
 from cubit_jax.inference.evaluation import nonfinite_parameters
 from cubit_jax.inference.generation import generate_text
@@ -33,7 +34,7 @@ def describe(run: Run, state: dict[str, Any], resumed: bool) -> None:
     kinds = {device.device_kind for device in run.mesh.devices.flat}
     axes = " ".join(f"{name}={size}" for name, size in run.mesh.shape.items() if size > 1) or "one device"
     tokens = config.batch_size * config.seq_len
-    documents = "" if isinstance(corpus.train, np.ndarray) else f"{len(corpus.train):,} documents, "
+    documents = "" if isinstance(corpus.train, np.ndarray) else f"{counted(len(corpus.train), 'document')}, "
     say(f"workdir     {run.folder}")
     say(f"devices     {run.mesh.size} x {', '.join(sorted(kinds))}, mesh: {axes}")
     say(

@@ -5,6 +5,8 @@ import importlib.metadata
 import os
 import pathlib
 import random
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Sharding tests need eight devices; everything else runs on the first of them. A test compiles far longer than it
@@ -22,6 +24,16 @@ import numpy as np
 import pytest
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def pytest_configure(config):
+    """What one process of the run has compiled the others load: xdist's workers and the programs that tests start."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="cubit_jax_tests_")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def _error(actual, expected):
@@ -72,15 +84,9 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def quick_programs(tmp_path_factory):
-    """Environment of programs that compile fast, and what one of them has compiled not again."""
-    return {
-        **os.environ,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+def quick_programs():
+    """Environment of programs that compile fast."""
+    return {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="session")

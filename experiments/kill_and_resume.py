@@ -2,8 +2,8 @@
 
     python -m experiments.kill_and_resume --kills=50 --seed=0
 
-A small run trains undisturbed. The same run is then killed (SIGKILL) at random moments between its start and its last
-step, and started again each time, until it is complete; then the same from the beginning, until there were --kills
+A small run trains undisturbed. The same run is then killed (SIGKILL) at random moments, half of them counted from the
+start and half from the first step, and started again each time, until it is complete; then the same from the beginning, until there were --kills
 kills. Checked after every kill: no complete checkpoint is lost but by a newer one, and at most two intervals of steps
 are lost (one save may be under way while the next interval runs). Checked at each end: parameters, moments, position
 in the data and every number of metrics.jsonl but the speeds are those of the undisturbed run, bit for bit. Ends with
@@ -18,6 +18,7 @@ import os
 import pathlib
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,6 +45,14 @@ def define_flags() -> None:
     flags.DEFINE_integer("kills", 50, "How often to kill.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of the moments.")
     flags.DEFINE_integer("steps", 60, "Steps of the run.", lower_bound=2 * _EVERY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """When to kill: so many seconds after the start of the process, or after its first step."""
+
+    after_first_step: bool
+    seconds: float
 
 
 @dataclasses.dataclass
@@ -116,13 +125,22 @@ def same(one: tuple, other: tuple) -> bool:
     return arrays and one[1:] == other[1:]
 
 
-def kill_until_complete(config: ConfigDict, folder: pathlib.Path, log: pathlib.Path, waits: Iterator[float]) -> Killed:
-    """Runs `config` in `folder`, killed after each of `waits` seconds, or until it is complete."""
+def wait_for_steps(process: multiprocessing.Process, metrics: pathlib.Path, before: float) -> None:
+    """Returns when the process has written numbers of a step since the time `before`, or has ended."""
+    while process.exitcode is None and not (metrics.exists() and metrics.stat().st_mtime > before):
+        process.join(0.01)
+
+
+def kill_until_complete(config: ConfigDict, folder: pathlib.Path, log: pathlib.Path, waits: Iterator[Wait]) -> Killed:
+    """Runs `config` in `folder`, killed after each of `waits`, or until it is complete."""
     result, kept = Killed(), 0
     while True:
+        begun = time.time()
         process = start(config, folder, log)
         wait = next(waits, None)
-        process.join(wait)
+        if wait and wait.after_first_step:
+            wait_for_steps(process, folder / "metrics.jsonl", begun)
+        process.join(wait.seconds if wait else None)
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -132,7 +150,11 @@ def kill_until_complete(config: ConfigDict, folder: pathlib.Path, log: pathlib.P
                 result.faults.append(f"ended with exit code {process.exitcode}: {end}")
             return result
         at, last = reached(folder), newest(folder)
-        print(f"{folder.name}  killed after {wait:5.2f} s  at step {at:4}  newest checkpoint {last:4}", flush=True)
+        since = "its first step" if wait.after_first_step else "the start"
+        print(
+            f"{folder.name}  killed {wait.seconds:5.2f} s after {since:14}  at step {at:4}, newest checkpoint {last:4}"
+        )
+        sys.stdout.flush()
         if last < kept:
             result.faults.append(f"checkpoint {kept} is gone, the newest is {last}")
         if at - last > 2 * _EVERY:
@@ -152,18 +174,23 @@ def main() -> int:
         (root / "texts").mkdir()
         config = make_config(root / "texts", values.steps)
         for name in ("warm_up", "undisturbed"):  # the second time with all programs compiled
-            begun = time.time()
-            result = kill_until_complete(config, root / name, root / "log", iter(()))
-            if result.faults:
-                raise UserError(f"the undisturbed run {result.faults[0]}")
-            duration = (root / name / "metrics.jsonl").stat().st_mtime - begun  # until the last step
+            begun, metrics = time.time(), root / name / "metrics.jsonl"
+            process = start(config, root / name, root / "log")
+            wait_for_steps(process, metrics, begun)
+            first = time.time()
+            process.join()
+            if process.exitcode:
+                raise UserError(f"the undisturbed run failed: {(root / 'log').read_bytes().decode(errors='replace')}")
+        last = metrics.stat().st_mtime
         expected = outcome(config, root / "undisturbed")
-        print(
-            f"undisturbed: {values.steps} steps, the last after {duration:.1f} s, a checkpoint every {_EVERY}",
-            flush=True,
-        )
+        print(f"undisturbed: {values.steps} steps from {first - begun:.1f} to {last - begun:.1f} s after the start")
         moments = random.Random(values.seed)
-        waits = iter(lambda: moments.uniform(0, duration), None)
+        # Half of them from the first step on: where starting takes longest, most others fall into it.
+        draws = (Wait(bool(moments.getrandbits(1)), moments.random()) for _ in itertools.count())
+        waits = (
+            dataclasses.replace(wait, seconds=wait.seconds * (last - (first if wait.after_first_step else begun)))
+            for wait in draws
+        )
         total, runs = Killed(), 0
         while total.kills < values.kills and not total.faults:
             runs += 1

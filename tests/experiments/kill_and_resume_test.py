@@ -54,7 +54,9 @@ def test_faults_are_found(tmp_path, monkeypatch, attempts, exit_code, faults):
         return process
 
     monkeypatch.setattr(kill_and_resume, "start", start)
-    result = kill_and_resume.kill_until_complete(None, tmp_path, tmp_path / "log", itertools.repeat(0.1))
+    result = kill_and_resume.kill_until_complete(
+        None, tmp_path, tmp_path / "log", itertools.repeat(kill_and_resume.Wait(False, 0.1))
+    )
     assert (result.kills, result.faults) == (len(attempts), faults)
     assert result.most_lost == max(step - checkpoint for step, checkpoint in attempts)
 

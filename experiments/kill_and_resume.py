@@ -3,11 +3,11 @@
     python -m experiments.kill_and_resume --kills=50 --seed=0
 
 A small run trains undisturbed. The same run is then killed (SIGKILL) at random moments, half of them counted from the
-start and half from the first step, and started again each time, until it is complete; then the same from the beginning, until there were --kills
-kills. Checked after every kill: no complete checkpoint is lost but by a newer one, and at most two intervals of steps
-are lost (one save may be under way while the next interval runs). Checked at each end: parameters, moments, position
-in the data and every number of metrics.jsonl but the speeds are those of the undisturbed run, bit for bit. Ends with
-exit code 1 at a fault.
+start and half from the first step, and started again each time, until it is complete; then the same from the beginning,
+until there were --kills kills. Checked after every kill: no complete checkpoint is lost but by a newer one, and at most
+two intervals of steps are lost (one save may be under way while the next interval runs). Checked at each end:
+parameters, moments, position in the data and every number of metrics.jsonl but the speeds are those of the undisturbed
+run, bit for bit. Ends with exit code 1 at a fault.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.blockwise.diagonal_attention import aggregate_rows, diagonal_attention
 from cubit_jax.ops.checks import check_elementwise, check_interaction, check_num_steps, check_step_size
 from cubit_jax.ops.context_parallel.layout import Layout
-from cubit_jax.ops.decode import attention_cached
+from cubit_jax.ops.decode import attention_cached, read_caches
 from cubit_jax.ops.interaction import project
 from cubit_jax.ops.potential import ACTIVATIONS, lookup
 from cubit_jax.ops.rotary import rotary
@@ -55,6 +55,7 @@ def interaction_step(
       ValueError: malformed input. NotImplementedError: input that the named implementation cannot do.
     """
     check_interaction(state, context, w_q, w_k, diag, tau, positions, segment_ids, window)
+    (context,) = masks.zero_padding(segment_ids, context)  # for the gradient of w_k
     keys = interaction_keys(context, w_k, positions=positions, theta=theta)
     return interaction_step_from_keys(
         state,
@@ -98,7 +99,7 @@ def interaction_step_from_keys(
 
     layout: as for `attention`, where devices share the rows.
     """
-    state, context, keys = masks.zero_padding(segment_ids, state, context, keys)
+    (state,) = masks.zero_padding(segment_ids, state)  # for the gradient of w_q
 
     def aggregate(queries):
         options = {
@@ -142,9 +143,15 @@ def interaction_step_cached(
         scale = _scale(w_q, tau)
         if diag is None:
             return attention_cached(queries, key_cache, key_cache, start, window=window, scale=scale), None
-        rows = start[:, None] + jnp.arange(state.shape[1])
-        mask = masks.visible(rows, jnp.arange(key_cache.shape[1]), window=window)
-        return aggregate_rows(queries, state, key_cache, context_cache, diag, mask, scale)
+
+        def read(arrays, caches):
+            (queries, state, diag, start), (keys, context) = arrays, caches
+            rows = start[:, None] + jnp.arange(state.shape[1])
+            mask = masks.visible(rows, jnp.arange(keys.shape[1]), window=window)
+            return aggregate_rows(queries, state, keys, context, diag, mask, scale)
+
+        end = start + state.shape[1]
+        return read_caches(read, (queries, state, diag, start), (key_cache, context_cache), (end, end))
 
     return _step(aggregate, state, key_cache.dtype, w_q, positions, theta)
 

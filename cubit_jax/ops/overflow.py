@@ -42,13 +42,19 @@ def spare_other_rows(
       rhs: [B, n, H, V]; ridge: [H] or beta: [B, n, H], as for kernel_solve.
       window, scale: as for attention.
     """
-    arrays = jax.lax.stop_gradient((query, key, values, start, segment_ids, rhs, ridge, beta))
+    query, *others = jax.lax.stop_gradient((query, key, values, start, segment_ids, rhs, ridge, beta))
+    finite = jnp.isfinite(out)
 
-    def one_by_one(out):
-        rows = _row_by_row(*arrays, window=window, scale=scale).astype(out.dtype)
-        return jnp.where(jnp.isfinite(out), out, rows)
+    def one_by_one(carry):
+        missing, _ = carry
+        # What does not depend on the carry would be computed before the loop, whether it runs or not.
+        rows = _row_by_row(jnp.where(missing, query, 0), *others, window=window, scale=scale)
+        return ~missing, rows.astype(out.dtype)
 
-    return jax.lax.cond(jnp.all(jnp.isfinite(out)), lambda out: out, one_by_one, out)
+    # A loop of one pass or none, and not lax.cond, which under jax.vmap would always take both of its branches.
+    missing = ~jnp.all(finite)
+    _, rows = jax.lax.while_loop(lambda carry: carry[0], one_by_one, (missing, jax.lax.stop_gradient(out)))
+    return jnp.where(finite, out, rows)
 
 
 def _row_by_row(query, key, values, start, segment_ids, rhs, ridge, beta, *, window, scale):

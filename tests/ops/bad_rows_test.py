@@ -84,6 +84,22 @@ def test_an_overflowing_row_of_new_tokens_spoils_no_row_before_it():
     assert not np.isfinite(o[:, 7:]).any()
 
 
+def test_an_overflowing_row_spoils_no_other_batch_under_vmap():
+    query, key, rhs = overflowing(19, 11)
+    calm = jnp.zeros_like(query)
+
+    def solve(query):
+        return ops.kernel_solve(query, key, rhs, ridge=jnp.full(1, 1e-10))[0, :, 0]
+
+    both = jax.vmap(solve)(jnp.stack([query, calm]))
+    assert not np.isfinite(both[0]).all()
+    for u, q in zip(both, (query, calm)):
+        np.testing.assert_allclose(u[:4], by_substitution(q, key, rhs, 1e-10, np.ones(19))[:4], rtol=1e-4)
+    np.testing.assert_allclose(both[1], by_substitution(calm, key, rhs, 1e-10, np.ones(19)), rtol=1e-4)
+    # The slow path is a loop that runs only when it is needed: a batched `cond` would always run it.
+    assert not [e for e in jax.make_jaxpr(jax.vmap(solve))(jnp.stack([query, calm])).eqns if e.primitive.name == "cond"]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e38])
 def test_a_value_that_is_not_finite_reaches_only_rows_that_see_it(bad):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 1, 8))
@@ -157,6 +173,55 @@ def test_padding_is_inert_whatever_it_holds(name):
         for grad, expected_grad in zip(grads, expected_grads):
             np.testing.assert_array_equal(jnp.where(of(grad), grad, 0), jnp.where(of(grad), expected_grad, 0))
             assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("form", ["ridge", "beta", "attention", "diagonal"])
+def test_a_cache_is_inert_beyond_its_tokens_whatever_it_holds(form, new):
+    """Forward, and in the gradient of the new tokens."""
+    k, v, h, x, r = jax.random.normal(jax.random.key(0), (5, 2, 12, 2, 8))
+    start = jnp.array([8, 3])
+    index = jnp.arange(12)
+    w_q = jax.random.normal(jax.random.key(1), (16, 2, 8))
+
+    def op(x, k, v, h):
+        x = x[:, :new]
+        if form == "attention":
+            return ops.attention_cached(x, k, v, start)
+        if form == "diagonal":
+            state, context = (a.reshape(2, -1, 16) for a in (x, h))
+            return ops.interaction_step_cached(state, context, k, w_q, jnp.ones(16), start)
+        options = {"ridge": jnp.full(2, 0.1)} if form == "ridge" else {"beta": x[..., 0]}
+        return ops.kernel_solve_cached(x, k, v, r[:, :new], start, **options)
+
+    run = jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(op(*args))), (0, 1, 2, 3)))
+    held = (index < start[:, None] + new)[..., None, None]
+    known = held if form == "attention" else (index < start[:, None])[..., None, None]
+
+    def with_rest(rest):
+        return run(x, *(jnp.where(seen, a, rest) for a, seen in ((k, held), (v, known), (h, held))))
+
+    expected, expected_grads = with_rest(0.0)
+    for bad in (np.nan, 1e38):
+        value, grads = with_rest(bad)
+        np.testing.assert_array_equal(value, expected)
+        jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
+
+
+@pytest.mark.parametrize("op", [ops.interaction_energy, ops.interaction_step])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_padding_reaches_no_gradient_of_the_weights(op, diagonal):
+    state, context = jax.random.normal(jax.random.key(0), (2, 2, 24, 12))
+    weights = list(0.3 * jax.random.normal(jax.random.key(1), (2, 12, 2, 16)))
+    weights += [jnp.full(12, 0.3)] if diagonal else []
+    real = (SEGMENTS != 0)[..., None]
+
+    def loss(weights, state, context):
+        return jnp.sum(jnp.sin(op(state, context, *weights, positions=jnp.arange(24), segment_ids=SEGMENTS)))
+
+    gradient = jax.jit(jax.grad(loss))
+    bad = gradient(weights, *(jnp.where(real, x, jnp.nan) for x in (state, context)))
+    jax.tree.map(np.testing.assert_array_equal, bad, gradient(weights, state, context))
 
 
 @pytest.mark.parametrize("bad", [np.nan, 1e38])

@@ -10,7 +10,9 @@ from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.blockwise.tiles import dot
 
 
-def attention_xla(q, k, v, *, segment_ids, window, scale):
+def attention_xla(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: jax.Array | None, window: int | None, scale: float
+) -> jax.Array:
     """attention by row blocks; see there for the arguments."""
     tiling = tiles.Tiling(q.shape[1], tiles.choose_block(q.shape[1]), window)
     return _attend(tiling, scale, q, k, v, segment_ids)

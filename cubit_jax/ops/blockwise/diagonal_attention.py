@@ -1,11 +1,11 @@
 """Attention whose scores have a diagonal bilinear term, for the CEM step: dense, and blockwise in memory linear in L.
 
-    p_ij = softmax over visible j of scale * (q_i . k_j + x_i^T diag(d) h_j)        a head
+    p_ij = softmax over visible j of scale * (q_i . k_j + x_i^T diag(d) h_j)        per head
     o_i  = sum_j p_ij k_j  [H, K]        y_i = sum_heads d * sum_j p_ij h_j  [D]
 
 A diagonal that the heads share costs its scores, and the product of the summed weights with h, once for all heads.
 Summing over heads needs normalised weights, so that the running softmax of flash attention does not apply; instead a
-block of rows sees its whole (causal) width at a time, C x L scores a head.
+block of rows sees its whole (causal) width at a time, C x L scores per head.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from cubit_jax.ops import dispatch, masks
 from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.context_parallel import energy as context_energy
 from cubit_jax.ops.context_parallel import solve as context_parallel
+from cubit_jax.ops.context_parallel.layout import Layout
 from cubit_jax.ops.interaction import interaction_scores, read_columns
 
 _BLOCK = 128
@@ -27,7 +28,19 @@ _BLOCK = 128
 _GROUPS = 4
 
 
-def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, window, scale, implementation, layout=None):
+def diagonal_attention(
+    queries: jax.Array,
+    state: jax.Array,
+    keys: jax.Array,
+    context: jax.Array,
+    diag: jax.Array,
+    *,
+    segment_ids: jax.Array | None,
+    window: int | None,
+    scale: float,
+    implementation: str | None,
+    layout: Layout | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """The pair o [B, L, H, K], y [B, L, D], at least float32.
 
     Args:
@@ -36,6 +49,7 @@ def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, wind
       diag: [D] or [H, D].
       segment_ids, window, implementation, layout: as for `attention`; scale: float.
     """
+    queries, state, keys, context = masks.zero_padding(segment_ids, queries, state, keys, context)
     implementations = IMPLEMENTATIONS
     if layout is not None:
         implementations = context_parallel.implementations(context_energy.diagonal_attention, layout)
@@ -54,8 +68,19 @@ def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, wind
     )
 
 
-def aggregate_rows(queries, state, keys, context, diag, mask, scale):
-    """o, y of rows against columns; mask [I, J] or [B, I, J] is True where visible; a row that sees nothing gives 0."""
+def aggregate_rows(
+    queries: jax.Array,
+    state: jax.Array,
+    keys: jax.Array,
+    context: jax.Array,
+    diag: jax.Array,
+    mask: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """o [B, I, H, K], y [B, I, D] of I rows against J columns; a row that sees nothing gives 0.
+
+    mask: [I, J] or [B, I, J], True where visible. The others as for `diagonal_attention`.
+    """
     scores = scale * interaction_scores(queries, state, keys, context, diag)
     weights = masks.masked_softmax(scores, jnp.expand_dims(mask, -3))
     return read_columns(weights, keys, context, diag)

@@ -10,7 +10,18 @@ from cubit_jax.ops.blockwise import tiles
 from cubit_jax.ops.blockwise.tiles import dot
 
 
-def kernel_solve_xla(query, key, rhs, *, ridge, beta, segment_ids, window, scale, block_size):
+def kernel_solve_xla(
+    query: jax.Array,
+    key: jax.Array,
+    rhs: jax.Array,
+    *,
+    ridge: jax.Array | None,
+    beta: jax.Array | None,
+    segment_ids: jax.Array | None,
+    window: int | None,
+    scale: float,
+    block_size: int | None,
+) -> jax.Array:
     """kernel_solve by row blocks; see there for the arguments."""
     dtype = tiles.compute_dtype(query, key, rhs)
     tiling = tiles.Tiling(query.shape[1], tiles.choose_block(query.shape[1], block_size), window, strict=ridge is None)
@@ -30,7 +41,17 @@ def _forward(tiling, scale, query, key, rhs, ridge, beta, segment_ids):
     return u, (query, key, ridge, beta, segment_ids, u, summed, lse)
 
 
-def solve_rows(tiling, scale, q, k, rhs, ridge, beta, segments, state=None):
+def solve_rows(
+    tiling: tiles.Tiling,
+    scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    rhs: jax.Array,
+    ridge: jax.Array | None,
+    beta: jax.Array | None,
+    segments: jax.Array | None,
+    state: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The forward pass on blocks.
 
     Args:
@@ -55,7 +76,7 @@ def solve_rows(tiling, scale, q, k, rhs, ridge, beta, segments, state=None):
     return u, summed, lse
 
 
-def system_block(weights, ridge, beta):
+def system_block(weights: jax.Array, ridge: jax.Array | None, beta: jax.Array | None) -> jax.Array:
     """The system of a diagonal tile of the weights [B, H, C, C]; ridge [H] or beta [B, H, C]."""
     eye = jnp.eye(weights.shape[-1], dtype=weights.dtype)
     return weights + ridge[:, None, None] * eye if beta is None else eye + beta[..., None] * weights

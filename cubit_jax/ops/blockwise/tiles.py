@@ -6,6 +6,7 @@ does not depend on the length, and nothing of size L x L exists.
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,25 +36,26 @@ class Tiling:
     strict: bool = False
 
     @property
-    def num_blocks(self):
+    def num_blocks(self) -> int:
+        """N."""
         return -(-self.length // self.block)
 
-    def split(self, x):
+    def split(self, x: jax.Array) -> jax.Array:
         """[B, L, H, ...] -> [N, B, H, C, ...], padded with zeros."""
         x = jnp.pad(x, [(0, 0), (0, self.num_blocks * self.block - self.length)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(x.shape[0], self.num_blocks, self.block, *x.shape[2:])
         return jnp.moveaxis(x, (1, 2), (0, 3)) if x.ndim > 3 else jnp.moveaxis(x, 1, 0)
 
-    def merge(self, x):
+    def merge(self, x: jax.Array) -> jax.Array:
         """[N, B, H, C, ...] -> [B, L, H, ...]: undoes split."""
         x = jnp.moveaxis(x, (0, 3), (1, 2))
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.length]
 
-    def first(self, i):
+    def first(self, i: jax.Array) -> jax.Array | int:
         """The first column block that row block i sees."""
         return 0 if self.window is None else lax.max(0, i * self.block - (self.window - 1)) // self.block
 
-    def mask(self, i, j, segments, diagonal=False):
+    def mask(self, i: jax.Array, j: jax.Array, segments: jax.Array | None, diagonal: bool = False) -> jax.Array | None:
         """Visible part of tile (i, j), broadcastable to [B, H, C, C]; None if all of it is.
 
         segments: [N, B, C] or None. diagonal: whether i == j (static).
@@ -69,7 +71,7 @@ class Tiling:
         )
 
 
-def choose_block(length, block_size=None):
+def choose_block(length: int, block_size: int | None = None) -> int:
     """C for sequences of this length: block_size if given, else even blocks of a multiple of 16 rows."""
     if block_size is not None:
         return min(block_size, length)
@@ -77,12 +79,12 @@ def choose_block(length, block_size=None):
     return -(-length // (count * 16)) * 16
 
 
-def compute_dtype(*arrays):
+def compute_dtype(*arrays: jax.Array) -> jnp.dtype:
     """float32, or float64 if one of the arrays is."""
     return functools.reduce(jnp.promote_types, (x.dtype for x in arrays), jnp.float32)
 
 
-def precision(*arrays):
+def precision(*arrays: jax.Array) -> lax.Precision:
     """Of a product: the device's fastest, in which bfloat16 operands keep all their digits, or else full."""
     return lax.Precision.DEFAULT if all(x.dtype == jnp.bfloat16 for x in arrays) else lax.Precision.HIGHEST
 
@@ -103,24 +105,27 @@ def join_rows(blocks: jax.Array, length: int) -> jax.Array:
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
 
 
-def take(x, i):
+def take(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Block i of [N, ...]."""
     return lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
-def put(x, value, i):
+def put(x: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
+    """[N, ...] with this value as its block i."""
     return lax.dynamic_update_index_in_dim(x, value, i, 0)
 
 
-def dot(spec, x, y, precision=lax.Precision.HIGHEST):
+def dot(spec: str, x: jax.Array, y: jax.Array, precision: lax.Precision = lax.Precision.HIGHEST) -> jax.Array:
+    """jnp.einsum at full precision, unless another is given."""
     return jnp.einsum(spec, x, y, precision=precision)
 
 
-def score(q_i, k_j, scale, dtype):
-    """[B, H, C, C] in the given dtype."""
+def score(q_i: jax.Array, k_j: jax.Array, scale: float, dtype: jnp.dtype) -> jax.Array:
+    """scale * q . k of the rows and columns of a tile, both [B, H, C, K]: [B, H, C, C] in the given dtype."""
     return scale * dot("bhik,bhjk->bhij", q_i.astype(dtype), k_j.astype(dtype), precision(q_i, k_j))
 
 
-def exponentials(top, scores, mask):
+def exponentials(top: jax.Array, scores: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """exp(scores - m) of a tile, the factor exp(top - m) for what was summed before, and m: the new row maximum."""
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
@@ -131,7 +136,27 @@ def exponentials(top, scores, mask):
     return weights, jnp.exp(top - new), new
 
 
-def start(q, width, dtype):
+def finite_part(values: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What a product may read without 0 times infinity, which is NaN, in rows before one that is not finite.
+
+    Args:
+      values: [..., C, V]; index: int [C], the sequence index of each.
+
+    Returns:
+      The values with 0 where they are not finite; and the first index where they are not, [..., 1, V].
+    """
+    finite = jnp.isfinite(values)
+    none = jnp.iinfo(index.dtype).max
+    first = jnp.min(jnp.where(finite, none, index[:, None]), axis=-2, keepdims=True)
+    return jnp.where(finite, values, 0), first
+
+
+def from_row_on(product: jax.Array, index: jax.Array, first: jax.Array) -> jax.Array:
+    """The product [..., C, V] of causal weights and a `finite_part`, NaN from the first row on that could read more."""
+    return jnp.where(index[:, None] < first, product, jnp.nan)
+
+
+def start(q: jax.Array, width: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(row maximum, total, sum of weighted values [..., width]) of an online softmax of rows q before any column."""
     shape = q.shape[:-1]
     return (
@@ -141,7 +166,16 @@ def start(q, width, dtype):
     )
 
 
-def forward_row(tiling, scale, i, q_i, k, v, segments, state):
+def forward_row(
+    tiling: Tiling,
+    scale: float,
+    i: jax.Array,
+    q_i: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    state: Sequence[jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Row block i up to its diagonal tile.
 
     Args:
@@ -169,7 +203,19 @@ def forward_row(tiling, scale, i, q_i, k, v, segments, state):
     return weights / total, summed / total, (top + jnp.log(total))[..., 0]
 
 
-def backward_row(tiling, scale, i, q_i, k, v, lse_i, segments, dk, dv, cotangent):
+def backward_row(
+    tiling: Tiling,
+    scale: float,
+    i: jax.Array,
+    q_i: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lse_i: jax.Array,
+    segments: jax.Array | None,
+    dk: jax.Array,
+    dv: jax.Array,
+    cotangent: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Row block i of the gradient of o = P v; the weights are made anew from the log-sum-exp.
 
     Args:
@@ -214,12 +260,13 @@ def backward_row(tiling, scale, i, q_i, k, v, lse_i, segments, dk, dv, cotangent
     return scale * dq, dk, dv
 
 
-def solve_triangular(system, rhs, transpose=False):
+def solve_triangular(system: jax.Array, rhs: jax.Array, transpose: bool = False) -> jax.Array:
     """Solution of system x = rhs, or of its transpose, for lower-triangular system [..., C, C] and rhs [..., C, V].
 
     By blocks of at most 16 rows (for C up to 16 times a power of two): substitution inverts those on the diagonal, the
     rest is matrix products. An inverse by repeated squaring would overflow: powers of near-uniform weights grow like
-    binomial coefficients. A row whose diagonal entry is 0 (nothing visible and no ridge) has the solution 0.
+    binomial coefficients. A row whose diagonal entry is 0 (nothing visible and no ridge) has the solution 0. A row that
+    overflows leaves the rows before it as they are (not in the transposed system, where they read it).
     """
     size = system.shape[-1]
     base = size
@@ -227,12 +274,17 @@ def solve_triangular(system, rhs, transpose=False):
         base //= 2
     inverse = _inverse_of_diagonal_blocks(system, base)
     spec = "...ji,...jk->...ik" if transpose else "...ij,...jk->...ik"
+    index = jnp.arange(base)
 
     def block(t, x):
         s = (size // base - 1 - t if transpose else t) * base
         rows = lax.dynamic_slice_in_dim(system, s, base, -1 if transpose else -2)
         target = lax.dynamic_slice_in_dim(rhs, s, base, -2) - dot(spec, rows, x)  # x is 0 where it is not yet known
+        if not transpose:
+            target, bad = finite_part(target, index)
         solved = dot(spec, lax.dynamic_index_in_dim(inverse, s // base, -3, keepdims=False), target)
+        if not transpose:
+            solved = from_row_on(solved, index, bad)
         return lax.dynamic_update_slice_in_dim(x, solved, s, -2)
 
     return lax.fori_loop(0, size // base, block, jnp.zeros_like(rhs))

@@ -22,8 +22,19 @@ from cubit_jax.ops.interaction import interaction_scores, read_columns
 _ROWS = 1  # the dimension of the rows in the arrays here
 
 
-def diagonal_attention(queries, state, keys, context, diag, *, segment_ids, window, scale, layout):
-    """`diagonal_attention.diagonal_attention` of dealt rows."""
+def diagonal_attention(
+    queries: jax.Array,
+    state: jax.Array,
+    keys: jax.Array,
+    context: jax.Array,
+    diag: jax.Array,
+    *,
+    segment_ids: jax.Array | None,
+    window: int | None,
+    scale: float,
+    layout: Layout,
+) -> tuple[jax.Array, jax.Array]:
+    """`diagonal_attention.diagonal_attention` of dealt rows; arguments as there, with L / Pr for L."""
     if layout.head_shares != 1:
         raise NotImplementedError("a diagonal that the heads share needs all of them on each device")
     return _attend(_Problem(layout, window, scale), queries, state, keys, context, diag, segment_ids)

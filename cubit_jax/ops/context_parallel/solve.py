@@ -13,6 +13,7 @@ log-sum-exp, as on one device. No collective depends on which device runs it, an
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class Schedule:
     window: int | None
     solve: bool
 
-    def row_tiles(self, s):
+    def row_tiles(self, s: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(first, one past the last) tile of the local rows that read columns of super-block s."""
         layout = self.layout
         last = layout.num_super_blocks - 1
@@ -47,7 +48,7 @@ class Schedule:
             last = jnp.minimum(last, ((s + 1) * layout.super_block + self.window - 2) // layout.super_block)
         return (s + self.solve) * layout.piece // layout.tile, -(-(last + 1) * layout.piece // layout.tile)
 
-    def column_tiles(self, s):
+    def column_tiles(self, s: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(first, one past the last) tile of the local columns that rows of super-block s read."""
         layout = self.layout
         first = 0
@@ -85,7 +86,7 @@ class _Problem:
         return s * self.layout.super_block + jnp.arange(self.layout.super_block)
 
 
-def implementations(fn, layout):
+def implementations(fn: Callable, layout: Layout) -> dict[str, Callable]:
     """Of an op of dealt rows, for `dispatch.run`: xla alone; the kernels and the reference need whole sequences."""
 
     def refuse(*args, **kwargs):
@@ -94,14 +95,35 @@ def implementations(fn, layout):
     return {"reference": refuse, "xla": functools.partial(fn, layout=layout), "pallas": refuse}
 
 
-def attention(q, k, v, *, segment_ids, window, scale, layout):
-    """`ops.attention` of dealt rows."""
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    segment_ids: jax.Array | None,
+    window: int | None,
+    scale: float,
+    layout: Layout,
+) -> jax.Array:
+    """`ops.attention` of dealt rows; arguments as there, with L / Pr for L."""
     problem = _Problem(Schedule(layout, window, solve=False), scale, strict=False)
     return _run(problem, q, k, v, None, None, segment_ids).astype(q.dtype)
 
 
-def kernel_solve(query, key, rhs, *, ridge, beta, segment_ids, window, scale, block_size, layout):
-    """`ops.kernel_solve` of dealt rows; the layout chooses the blocks."""
+def kernel_solve(
+    query: jax.Array,
+    key: jax.Array,
+    rhs: jax.Array,
+    *,
+    ridge: jax.Array | None,
+    beta: jax.Array | None,
+    segment_ids: jax.Array | None,
+    window: int | None,
+    scale: float,
+    block_size: int | None,
+    layout: Layout,
+) -> jax.Array:
+    """`ops.kernel_solve` of dealt rows; arguments as there, with L / Pr for L. The layout chooses the blocks."""
     del block_size
     problem = _Problem(Schedule(layout, window, solve=True), scale, strict=ridge is None)
     beta = None if beta is None else beta[..., None]
@@ -111,7 +133,9 @@ def kernel_solve(query, key, rhs, *, ridge, beta, segment_ids, window, scale, bl
     return _run(problem, query, key, rhs, ridge, beta, segment_ids)
 
 
-def log_sum_exp(q, k, *, segment_ids, window, scale, layout):
+def log_sum_exp(
+    q: jax.Array, k: jax.Array, *, segment_ids: jax.Array | None, window: int | None, scale: float, layout: Layout
+) -> jax.Array:
     """Of each row of scores, [B, L / Pr, H], finite where a row sees nothing; not differentiable."""
     problem = _Problem(Schedule(layout, window, solve=False), scale, strict=False)
     q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
@@ -149,6 +173,8 @@ def _forward(problem, q, k, v, ridge, beta, segments):
             u_s, *state_s = _solve_triangle(problem, q_s, k_s, u_s, ridge, beta_s, segments_s, state_s)
             state, u = layout.put((state, u), layout.own_piece((tuple(state_s), u_s)), s)
         columns = problem.super_block_index(s)
+        if not schedule.solve:  # there every row that reads these columns stands after them
+            u_s, bad = tiles.finite_part(u_s, columns)
 
         def row_tile(t, state):
             q_t, segments_t, state_t = layout.take_tile((q, segments, state), t)
@@ -160,7 +186,8 @@ def _forward(problem, q, k, v, ridge, beta, segments):
             scores = tiles.score(q_t, k_s, problem.scale, dtype)
             weights, decay, top = tiles.exponentials(top, scores, mask)
             total = decay * total + jnp.sum(weights, axis=-1, keepdims=True)
-            summed = decay * summed + dot("bhij,bhjk->bhik", weights, u_s.astype(dtype), tiles.precision(v))
+            read = dot("bhij,bhjk->bhik", weights, u_s.astype(dtype), tiles.precision(v))
+            summed = decay * summed + (read if schedule.solve else tiles.from_row_on(read, rows, bad))
             return layout.put_tile(state, (top, total, summed), t)
 
         return lax.fori_loop(*schedule.row_tiles(s), row_tile, state), u

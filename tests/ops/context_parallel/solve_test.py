@@ -103,6 +103,36 @@ def test_values_and_gradients_are_those_of_one_device(name, length, num_heads, w
         assert error(a, b) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["ridge", "attention", "shared_diagonal"])
+def test_padding_is_inert_whatever_it_holds(name):
+    op, arrays, dims = _case(name, 64, 1, None)
+    segment_ids = _segments(64)
+    rows = [x.ndim > 1 for x in arrays]
+
+    def of(x):
+        return (segment_ids != 0).reshape(2, 64, *[1] * (x.ndim - 2))
+
+    def loss(*arrays):
+        outputs = jax.tree.leaves(partitioning.per_shard(op, dims)(*arrays, segment_ids))
+        return sum(jnp.sum(jnp.where(of(x), jnp.sin(x), 0)) for x in outputs)
+
+    with jax.set_mesh(_mesh()):
+        run = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(arrays)))))
+        expected = run(*arrays)
+        actual = run(*(jnp.where(of(x), x, jnp.nan) if row else x for x, row in zip(arrays, rows)))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("name", ["ridge", "attention"])
+def test_an_overflowing_row_spoils_no_row_before_it(name):
+    op, (q, k, v, *rest), dims = _case(name, 64, 1, None)
+    with jax.set_mesh(_mesh()):
+        run = jax.jit(partitioning.per_shard(op, dims))
+        clean, bad = (run(q, k, x, *rest, None) for x in (v, v.at[:, 37].set(jnp.inf)))
+    np.testing.assert_array_equal(bad[:, :37], clean[:, :37])
+    assert not np.isfinite(bad[:, 37:]).any()
+
+
 def test_diagonal_of_the_system_is_that_of_one_device(error):
     _, (q, k, _, ridge), _ = _case("ridge", 128, 1, None)
     segment_ids = _segments(128)

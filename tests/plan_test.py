@@ -216,6 +216,7 @@ def test_mesh_and_config_are_checked_as_in_training(changed, message, micro_conf
         plan.make_plan(micro_config("cubit", **changed), of_cpus())
 
 
+@pytest.mark.full
 def test_what_does_not_fit_gets_a_setting_that_was_compiled(micro_config):
     config = micro_config("transformer", **{"batch_size": 64, "seq_len": 128, "model.mlp_dim": 512})
     fits = plan.make_plan(config, of_cpus())

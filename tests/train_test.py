@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def start(corpus, quick_programs):
                 *(f"--config.{name}={value}" for name, value in fields.items()),
             ],
             cwd=ROOT,
-            env=quick_programs | {"XLA_FLAGS": ""},
+            env=quick_programs
+            | {"XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=1", quick_programs["XLA_FLAGS"])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -141,6 +143,7 @@ def test_run_says_what_it_does_and_what_came_of_it(straight):
     assert json.loads((workdir / "config.json").read_text())["model"]["mixers"] == ["cubit"]
 
 
+@pytest.mark.full
 def test_stopped_three_times_and_never_stopped_are_the_same_run(last_state, straight, start, config, tmp_path):
     """SIGTERM, Ctrl-C, kill -9, each while steps run: bit-equal losses and parameters, over many epochs, dropout on."""
     for number, step in ((signal.SIGTERM, 20), (signal.SIGINT, 70), (signal.SIGKILL, 130)):
@@ -181,6 +184,7 @@ def test_complete_run_started_again_reports_and_changes_nothing(straight, start)
     assert snapshot(workdir) == before
 
 
+@pytest.mark.full
 def test_checkpoint_folder_lost_while_training_is_one_line_and_exit_code_1(start, tmp_path):
     process = start(tmp_path, num_steps=2000)
     wait_for_step(tmp_path, 45, process)
@@ -278,6 +282,7 @@ def test_vocabulary_mismatch(straight, config, tmp_path):
         train.train(config, tmp_path)
 
 
+@pytest.mark.full
 def test_start_from_the_parameters_of_another_run(last_state, straight, start, tmp_path):
     finish(
         start(

@@ -293,7 +293,7 @@ def test_tfds_directory_is_written_read_and_resumed_without_tensorflow(tmp_path)
     assert "read and resumed" in result.stdout
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_files_that_change_while_they_are_read_are_named(tmp_path, num_workers):
     tokenizer = train_tokenizer(["a"], 257)
     for number in range(3):

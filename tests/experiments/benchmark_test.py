@@ -192,6 +192,7 @@ def test_configs_of_training_steps_are_named():
             train_steps.load(name)
 
 
+@pytest.mark.full
 def test_gpu_script_runs_on_a_cpu(tmp_path):
     done = run("experiments.gpu_check", "--smoke", "--only=first,fla", f"--output={tmp_path}/check.json")
     report = json.loads((tmp_path / "check.json").read_text())

@@ -83,6 +83,7 @@ def small(monkeypatch):
         monkeypatch.setattr(gp_regression, name, value)
 
 
+@pytest.mark.full
 def test_a_short_run_measures_plots_and_learns_and_goes_on(small, tmp_path, monkeypatch, capsys):
     settings = {"seeds": 2, "steps": 300, "batch": 16, "test_functions": 100, "learning_rate": 1e-2}
     path = tmp_path / "gp.json"

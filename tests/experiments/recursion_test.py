@@ -35,6 +35,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_loss_and_energies_against_recursions(run, tmp_path):
     results, step, trained_with = recursion.measure(run, [0, 1, 2], energy_rows=2)
     assert (step, trained_with) == (3, 2)

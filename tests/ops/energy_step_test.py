@@ -79,7 +79,7 @@ def check(actual, case, name, error, limit):
 @pytest.mark.parametrize(
     "implementation, dtype", (("gradient", "float64"), ("reference", "float64"), ("xla", "float64"), ("xla", "float32"))
 )
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [*(pytest.param(number, marks=pytest.mark.full) for number in (0, 1)), 2])
 def test_interaction_against_the_reference_arrays(number, implementation, dtype, golden, error):
     case = golden(f"cem_attention_{number}")
     window = int(case["window"]) if "window" in case else None
@@ -92,7 +92,7 @@ def test_interaction_against_the_reference_arrays(number, implementation, dtype,
 @pytest.mark.parametrize(
     "implementation, dtype", (("gradient", "float64"), ("hand-derived", "float64"), ("hand-derived", "float32"))
 )
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [*(pytest.param(number, marks=pytest.mark.full) for number in (0, 1)), 2])
 def test_elementwise_against_the_reference_arrays(number, implementation, dtype, golden, error):
     case = golden(f"cem_mlp_{number}")
     with jax.enable_x64(dtype == "float64"):
@@ -110,6 +110,9 @@ CASES = {
     "packed_window": {"length": 150, "window": 7, "segments": True},
     "one": {"length": 1},
 }
+# Every form of the diagonal and every case at least once; all pairs of them run in the full tier.
+USUAL = {("lowrank", "packed"), ("shared", "packed_window"), ("per_head", "window"), ("per_head", "one")}
+DIAGONALS = ("per_head", *(pytest.param(diagonal, marks=pytest.mark.full) for diagonal in ("lowrank", "shared")))
 B, D, H, K = 2, 12, 3, 4
 
 
@@ -135,8 +138,14 @@ def random_case(length, diagonal, window=None, segments=False, seed=0, dtype=np.
     return inputs, options
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("diagonal", ("lowrank", "shared", "per_head"))
+@pytest.mark.parametrize(
+    "diagonal, case",
+    [
+        pytest.param(diagonal, case, marks=() if (diagonal, case) in USUAL else pytest.mark.full)
+        for diagonal in ("lowrank", "shared", "per_head")
+        for case in CASES
+    ],
+)
 def test_step_and_its_gradients_are_those_of_the_energy(diagonal, case, error):
     with jax.enable_x64(True):
         inputs, options = random_case(diagonal=diagonal, **CASES[case])
@@ -170,7 +179,7 @@ def test_step_and_its_gradients_are_those_of_the_energy(diagonal, case, error):
             assert jnp.all(step[options["segment_ids"] == 0] == 0)
 
 
-@pytest.mark.parametrize("diagonal", ("lowrank", "shared", "per_head"))
+@pytest.mark.parametrize("diagonal", DIAGONALS)
 def test_step_in_lower_precision(diagonal, error):
     with jax.enable_x64(True):
         inputs, options = random_case(length=40, diagonal=diagonal)
@@ -188,7 +197,7 @@ def test_step_in_lower_precision(diagonal, error):
         assert error(run(narrow), expected) < 1e-5
 
 
-@pytest.mark.parametrize("diagonal", ("lowrank", "shared", "per_head"))
+@pytest.mark.parametrize("diagonal", DIAGONALS)
 def test_no_position_reads_later_context(diagonal):
     inputs, options = random_case(length=140, diagonal=diagonal, dtype=np.float32)
     rows = (0, 63, 64, 127, 128)
@@ -230,7 +239,7 @@ def test_a_row_that_sees_nothing_leaves_every_gradient_finite():
         assert jnp.all(gradients["context"][0] == 0) and jnp.any(gradients["context"][1] != 0)
 
 
-@pytest.mark.parametrize("diagonal", ("lowrank", "shared", "per_head"))
+@pytest.mark.parametrize("diagonal", DIAGONALS)
 def test_cached_step_is_the_step_of_the_last_rows(diagonal, error):
     with jax.enable_x64(True):
         inputs, options = random_case(length=30, diagonal=diagonal, window=11)
@@ -250,7 +259,7 @@ def test_cached_step_is_the_step_of_the_last_rows(diagonal, error):
         assert error(step, jnp.take_along_axis(whole, rows[..., None], axis=1)) < 1e-12
 
 
-@pytest.mark.parametrize("diagonal, window", (("shared", None), ("per_head", 64)))
+@pytest.mark.parametrize("diagonal, window", (("shared", None), pytest.param("per_head", 64, marks=pytest.mark.full)))
 def test_memory_is_linear_in_the_length(diagonal, window):
     def temporaries(length):
         inputs, options = random_case(length=length, diagonal=diagonal, window=window, dtype=np.float32)

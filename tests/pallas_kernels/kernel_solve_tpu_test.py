@@ -87,14 +87,24 @@ def test_reference_arrays(golden, error, kind, number):
         assert error(gradient, arrays[f"grad_{name}"]) <= GRADIENT, name
 
 
-@pytest.mark.parametrize("strict", [False, True])
+SHORT = (1, 2, 3, 7, 8, 15, 16, 17, 65, 96, 100, 127)
+LONG = (129, 160, 200, 209, 257)
+
+
 @pytest.mark.parametrize(
-    ("padded", "columns", "lengths"),
+    ("padded", "columns", "lengths", "strict"),
     [
-        (128, 128, (1, 2, 3, 7, 8, 15, 16, 17, 65, 96, 100, 127)),
-        (384, 256, (129, 160, 200, 209, 257)),
-        pytest.param(384, 128, (129, 160, 200, 209, 257), marks=pytest.mark.full),
-        pytest.param(128, 256, (100,), marks=pytest.mark.full),
+        (128, 128, SHORT, False),
+        (384, 256, LONG, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (128, 128, SHORT, True),
+                (384, 256, LONG, False),
+                *((384, 128, LONG, strict) for strict in (False, True)),
+                *((128, 256, (100,), strict) for strict in (False, True)),
+            )
+        ),
     ],
 )
 def test_lengths_that_no_block_divides(padded, columns, lengths, strict, check_prefixes):
@@ -212,7 +222,15 @@ def test_segments(error, reference, strict):
         assert error(actual[1:2, 130:250], wanted) <= 1e-5, name
 
 
-@pytest.mark.parametrize("dims", [(8, 16, 24, 48, 64), (80, 96, 128), (256,), pytest.param((24,), id="padded")])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (8, 16, 24, 48, 64),
+        (256,),
+        pytest.param((80, 96, 128), marks=pytest.mark.full),
+        pytest.param((24,), id="padded", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.full), jnp.bfloat16])
 def test_head_dims(dtype, dims, error, reference):
     """Those that are padded to 64, to 128 and to 256, each as a batch row with zeros in the channels that it lacks."""

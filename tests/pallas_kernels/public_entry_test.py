@@ -63,7 +63,9 @@ def test_what_no_kernel_takes_goes_to_xla_with_one_line(platform, reason, caplog
     assert line.startswith(f"kernel_solve: implementation xla on {platform}; not pallas: {reason}")
 
 
-@pytest.mark.parametrize(("platform", "form"), [("tpu", "ridge"), ("tpu", "beta"), ("gpu", "ridge")])
+@pytest.mark.parametrize(
+    ("platform", "form"), [("tpu", "ridge"), ("gpu", "ridge"), pytest.param("tpu", "beta", marks=pytest.mark.full)]
+)
 def test_divided_over_batch_and_heads(platform, form, error):
     """Interpreted, against one device without Pallas. Every row and head has its own size, so a wrong offset shows."""
     rng = np.random.default_rng(0)

@@ -124,6 +124,7 @@ def saved_steps(workdir):
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
 
 
+@pytest.mark.full
 def test_two_processes_preempted_killed_and_gone_on_with_by_one_are_one_run(start, corpus, micro_config, tmp_path):
     """Every step stands in the metrics once, with the loss of a run that one process made without a stop."""
     workdir = tmp_path / "run"
@@ -170,6 +171,7 @@ def test_two_processes_preempted_killed_and_gone_on_with_by_one_are_one_run(star
     assert f"loss {expected[-1]['eval/loss']:.3f}" in first
 
 
+@pytest.mark.full
 def test_two_processes_finish_a_run_and_report_once(start, tmp_path):
     """Sharded over both; the sample at the end is computed by both; a second start says that the run is complete."""
     fields = {"num_steps": 5, "mesh.fsdp": 4, "mesh.tensor": 2, "batch_size": 4, "profile.first_step": 2}
@@ -209,6 +211,7 @@ def test_error_of_one_process_ends_the_other_in_the_middle_of_a_step(start, tmp_
     assert "Traceback" not in first + second
 
 
+@pytest.mark.full
 def test_batch_that_four_processes_cannot_share(start, tmp_path):
     processes = start(tmp_path / "run", processes=4, devices=1, fields={"batch_size": 10})
     for output in finish(processes, [1] * 4):

@@ -197,7 +197,7 @@ def test_folder_lost_while_training_ends_the_run_at_the_next_save(config, tmp_pa
     assert max(lines(tmp_path)) == 10  # the step whose save failed
 
 
-@pytest.mark.parametrize("num_steps, traced", [(7, 2), (2, 1)])
+@pytest.mark.parametrize("num_steps, traced", [(7, 2), pytest.param(2, 1, marks=pytest.mark.full)])
 def test_profile_holds_the_steps_asked_for(config, tmp_path, capsys, num_steps, traced):
     """Whole, and cut off by the end of the run; nothing is traced otherwise."""
     config.update(num_steps=num_steps, profile={"first_step": 2, "num_steps": 2})

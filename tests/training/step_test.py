@@ -84,7 +84,7 @@ def uneven(micro_config):
     return config, batches, run(config, batches)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_accumulation_is_weighted_by_tokens(uneven, count):
     config, batches, (expected, expected_history) = uneven
     config = config.copy_and_resolve_references()
@@ -97,7 +97,14 @@ def test_accumulation_is_weighted_by_tokens(uneven, count):
         assert actual["tokens"] == 400
 
 
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        *(pytest.param(sizes, marks=pytest.mark.full) for sizes in ({"data": 8}, {"fsdp": 8})),
+    ],
+    ids=str,
+)
 def test_devices_do_not_change_the_result(uneven, sizes):
     config, batches, (expected, expected_history) = uneven
     state, history = run(config, batches, **sizes)
@@ -109,6 +116,7 @@ def test_devices_do_not_change_the_result(uneven, sizes):
     assert kernel.addressable_shards[0].data.size == moments.addressable_shards[0].data.size == share
 
 
+@pytest.mark.full
 def test_temporary_memory_falls_with_accumulation(micro_config):
     memory = {}
     for count in (1, 8):
@@ -135,6 +143,7 @@ def test_update_that_is_not_finite_is_left_out_and_counted(micro_config):
     assert all(map(np.array_equal, jax.tree.leaves(after["params"]), jax.tree.leaves(straight["params"])))
 
 
+@pytest.mark.full
 def test_bfloat16_compute_keeps_float32_weights_that_move_at_a_small_rate(micro_config):
     config = micro_config(
         "cubit",

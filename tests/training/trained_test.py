@@ -134,6 +134,7 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_parameter(run, tmp
         evaluate.evaluate(tmp_path / "run")
 
 
+@pytest.mark.full
 def test_the_page_on_loading_a_run_works_as_it_stands(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/cubit_tiny").symlink_to(run[0])

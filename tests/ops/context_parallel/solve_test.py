@@ -74,13 +74,13 @@ def _diagonal(q, state, k, context, diag, segment_ids, layout=None, implementati
     "name, length, num_heads, window",
     [
         ("ridge", 128, 1, None),  # 8 devices share the rows
-        ("ridge", 256, 12, 40),  # 2 x 4 heads
-        ("beta", 192, 2, None),  # 4 x 2 heads
+        pytest.param("ridge", 256, 12, 40, marks=pytest.mark.full),  # 2 x 4 heads
+        pytest.param("beta", 192, 2, None, marks=pytest.mark.full),  # 4 x 2 heads
         ("beta", 64, 8, 9),  # every device has a head
-        ("attention", 256, 1, 100),
+        pytest.param("attention", 256, 1, 100, marks=pytest.mark.full),
         ("attention", 128, 4, None),
         ("shared_diagonal", 128, 2, None),
-        ("diagonal", 192, 3, 30),
+        pytest.param("diagonal", 192, 3, 30, marks=pytest.mark.full),
     ],
 )
 def test_values_and_gradients_are_those_of_one_device(name, length, num_heads, window, error):
@@ -219,7 +219,14 @@ def test_schedule_with_a_window_leaves_out_what_no_row_sees():
 
 
 @pytest.mark.parametrize(
-    "family, num_heads", [("cubit", 8), ("cubit", 4), ("cubit", 1), ("deltaformer", 1), ("cem", 8)]
+    "family, num_heads",
+    [
+        ("cubit", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("cubit", 8), ("cubit", 4), ("deltaformer", 1), ("cem", 8))
+        ),
+    ],
 )
 def test_memory_of_a_layer(family, num_heads):
     """At L = 16384 a device that shares the sequence with 7 others needs at most a fifth of the temporary memory."""

@@ -13,7 +13,6 @@ from cubit_jax.layers import MIXERS
 from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.training import step as train_step
 
-# The cases of a family share what one device computes, and so a worker.
 FAMILIES = ("transformer", "deltaformer", "cubit", "cem")
 LENGTH = 192  # no other dimension of these models is a multiple or a part of it
 
@@ -100,10 +99,7 @@ MESHES = [
         pytest.param(
             family,
             *mesh,
-            marks=[
-                pytest.mark.xdist_group(f"context_{family}"),
-                *([] if mesh is MESHES[0] and family in ("cubit", "cem") else [pytest.mark.full]),
-            ],
+            marks=[] if mesh is MESHES[0] and family in ("cubit", "cem") else [pytest.mark.full],
             id=f"{family}-{mesh}",
         )
         for family in FAMILIES

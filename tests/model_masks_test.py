@@ -11,10 +11,9 @@ from cubit_jax.layers import MIXERS
 from cubit_jax.model import LanguageModel, ModelConfig
 
 LENGTH, FIRST = 44, 17
-GROUPS = {mixer: pytest.mark.xdist_group(f"masks_{mixer}") for mixer in MIXERS}  # they share compiled functions
 BACKENDS = [
-    pytest.param(mixer, implementation, marks=[group, *([pytest.mark.full] if implementation == "reference" else [])])
-    for mixer, group in GROUPS.items()
+    pytest.param(mixer, implementation, marks=[pytest.mark.full] if implementation == "reference" else [])
+    for mixer in MIXERS
     for implementation in ("reference", "xla")
 ]
 
@@ -174,7 +173,7 @@ def suffixes(mixer):
     return tokens, np.asarray(run(0)[1]), lambda position: np.asarray(run(position)[0])
 
 
-@pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=group) for mixer, group in GROUPS.items()])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_prefixes_do_not_depend_on_suffixes(mixer, error):
     _, logits, _ = suffixes(mixer)
     for row, prefix in enumerate(PREFIXES, 1):
@@ -182,7 +181,7 @@ def test_prefixes_do_not_depend_on_suffixes(mixer, error):
         assert np.abs(logits[row, prefix:] - logits[0, prefix:]).max() > 1e-2
 
 
-@pytest.mark.parametrize("mixer", [pytest.param(mixer, marks=group) for mixer, group in GROUPS.items()])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_gradient_of_an_output_stops_at_its_position(mixer):
     tokens, _, reached = suffixes(mixer)
     for position in (0, 31, 64, 99, LONG - 1):

@@ -9,7 +9,6 @@ import pytest
 
 from cubit_jax import train
 
-pytestmark = pytest.mark.xdist_group("train_cem")
 LAST = {"energy_before", "energy_after", "step_size", "preconditioner_margin"}
 
 

@@ -20,7 +20,6 @@ from cubit_jax.training.checkpoint import Checkpoints
 from cubit_jax.training.trained import load_run
 from cubit_jax.training.workdir import read_config, read_preempted, write_config
 
-pytestmark = pytest.mark.xdist_group("train")  # they share a run and compiled programs
 ROOT = pathlib.Path(__file__).parents[1]
 FIELDS = {
     "model.vocab_size": 300,

@@ -119,6 +119,7 @@ def test_mixer_of_the_page_decodes_and_sees_no_other_document(monkeypatch, tmp_p
     assert error(other[:, 6:], alone) < 1e-5
 
 
+@pytest.mark.full
 def test_energy_of_the_page_is_checked_and_trains(monkeypatch, tmp_path, micro_config, corpus):
     modules = load(ENERGY_PAGE, monkeypatch, tmp_path)
     monkeypatch.setitem(MLPS, "memory", modules["memory_mlp"].MemoryMLP)

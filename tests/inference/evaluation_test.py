@@ -11,7 +11,6 @@ from cubit_jax.inference.evaluation import heldout_loss
 from cubit_jax.model import LanguageModel, ModelConfig
 
 ROWS, LENGTH, VOCAB = 7, 24, 31
-pytestmark = pytest.mark.xdist_group("evaluate")  # they share compiled steps
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from jax.nn import sigmoid
 
 from cubit_jax.layers import CubitMixer
 
-pytestmark = pytest.mark.xdist_group("cubit")  # they share dense gradients
 CASES = [f"cubit_mixer_{i}" for i in range(5)]
 NAMES = {"q_proj": "w_q", "k_proj": "w_k", "v_proj": "w_v", "r_proj": "w_r", "o_proj": "w_o", "lrr_proj": "w_lrr"}
 PER_HEAD = {

@@ -19,7 +19,6 @@ from cubit_jax import train
 from cubit_jax.runtime import distributed
 from cubit_jax.runtime.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("distributed")  # they share compiled programs and a run
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 10  # of the heartbeat, seconds
 FIELDS = {

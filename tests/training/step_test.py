@@ -14,8 +14,6 @@ from cubit_jax import partitioning
 from cubit_jax.model import LanguageModel, ModelConfig
 from cubit_jax.training import step as train_step
 
-pytestmark = pytest.mark.xdist_group("train_step")  # they share compiled steps
-
 
 def make_batch(config, real=None, seed=0):
     """A batch of random tokens; `real[i]` tokens of row i count, the rest is padding."""

@@ -26,7 +26,6 @@ from cubit_jax.training.trained import load_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL = {"vocab_size": 300, "num_layers": 1, "model_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
-pytestmark = pytest.mark.xdist_group("trained")  # they share a run
 
 
 def write_run(folder, config, step=3):

@@ -13,6 +13,7 @@ from cubit_jax.ops import dispatch
 
 NAMES = {"ridge": ("query", "key", "rhs", "ridge"), "beta": ("query", "key", "rhs", "beta")}
 FORMS = sorted(NAMES)
+full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
 def problem(form, length, *, batch=1, heads=2, dim=8, seed=0, norm=2.0):
@@ -167,15 +168,10 @@ def test_float64_is_what_row_by_row_substitution_gives(name, golden, error):
     assert error(actual, u) < 1e-12
 
 
-BLOCKS = [("ridge", 96, 64), ("ridge", 100, 80), ("ridge", 160, 32), ("ridge", 209, 96), ("beta", 209, 64)]
-BLOCKS += [
-    pytest.param(*case, marks=pytest.mark.full)
-    for case in (
-        *(("ridge", length, block) for length in (96, 100, 160, 209) for block in (32, 64, 80, 96)),
-        *(("beta", 96, 80), ("beta", 100, 32), ("beta", 160, 96)),
-    )
-    if case not in BLOCKS
-]
+BLOCKS = [("ridge", length, block) for length in (96, 100, 160, 209) for block in (32, 64, 80, 96)]
+BLOCKS += [("beta", 96, 80), ("beta", 100, 32), ("beta", 160, 96), ("beta", 209, 64)]
+USUAL = {("ridge", 96, 64), ("ridge", 100, 80), ("ridge", 160, 32), ("ridge", 209, 96), ("beta", 209, 64)}
+BLOCKS = [case if case in USUAL else full(*case) for case in BLOCKS]
 
 
 @pytest.mark.parametrize(("form", "length", "block_size"), BLOCKS)
@@ -185,9 +181,7 @@ def test_no_block_size_changes_the_result(form, length, block_size, error):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "length", [1, 3, 8, 17, *(pytest.param(length, marks=pytest.mark.full) for length in (2, 7, 15, 16))]
-)
+@pytest.mark.parametrize("length", [1, 3, 8, 17, full(2), full(7), full(15), full(16)])
 def test_short_lengths(form, length, error):
     arrays, cotangent = problem(form, length, seed=length)
     actual = run(arrays, cotangent, "xla", window=9)
@@ -213,12 +207,7 @@ def test_options_together(form, segmented, window, error):
 
 
 @pytest.mark.parametrize(
-    "form, platform",
-    [
-        ("beta", "tpu"),
-        ("ridge", "gpu"),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("ridge", "tpu"), ("beta", "gpu"))),
-    ],
+    "form, platform", [("beta", "tpu"), ("ridge", "gpu"), full("ridge", "tpu"), full("beta", "gpu")]
 )
 def test_device_kernels_through_the_same_entry(form, platform, error):
     """Interpreted. What each kernel can do is tested beside it; this holds them to one definition of the options."""
@@ -308,7 +297,7 @@ def _residual(query, key, rhs, u, form, coefficient):
     return np.max(np.abs(product - rhs) / size)
 
 
-@pytest.mark.parametrize("form", ["ridge", pytest.param("beta", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["ridge", full("beta")])
 def test_scanned_and_rematerialised_16_bit_layers(form, error):
     """A cotangent of another dtype than its input is an error in there."""
     arrays, cotangent = problem(form, 40)

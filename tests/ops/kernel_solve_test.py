@@ -49,11 +49,7 @@ def _run(arrays, cotangent, segment_ids, implementation, window, scale, block_si
     return {"u": u, **gradients}
 
 
-STATIC = ("implementation", "window", "scale", "block_size")
-optimized = jax.jit(_run, static_argnames=STATIC)
-# Compiles in half the time, which is most of what these small problems take.
-QUICK = {"xla_backend_optimization_level": 0}
-quick = jax.jit(_run, static_argnames=STATIC, compiler_options=QUICK)
+_compiled = jax.jit(_run, static_argnames=("implementation", "window", "scale", "block_size"))
 
 
 def run(
@@ -66,7 +62,7 @@ def run(
     scale=1.0,
     block_size=None,
     dtype=jnp.float32,
-    compiled=quick,
+    compiled=_compiled,
 ):
     """u and the gradient of sum(u * cotangent) with respect to each array, by name."""
     arrays = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
@@ -130,7 +126,7 @@ def load(golden, name):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_reference_files(name, implementation, golden, error):
     arrays, cotangent, options, expected = load(golden, name)
-    actual = run(arrays, cotangent.astype(np.float32), implementation, compiled=optimized, **options)
+    actual = run(arrays, cotangent.astype(np.float32), implementation, **options)
     assert_close(actual, expected, error)
     with jax.enable_x64(True):
         actual = run(arrays, cotangent, implementation, dtype=jnp.float64, **options)
@@ -313,7 +309,7 @@ def test_scanned_and_rematerialised_16_bit_layers(form, error):
     def unrolled(x):
         return jnp.sum(layer(layer(x, None)[0], None)[0].astype(jnp.float32) * cotangent)
 
-    gradient, expected = (jax.jit(jax.grad(f), compiler_options=QUICK)(arrays["query"]) for f in (scanned, unrolled))
+    gradient, expected = (jax.jit(jax.grad(f))(arrays["query"]) for f in (scanned, unrolled))
     assert gradient.dtype == jnp.bfloat16
     assert error(gradient, expected) < 5e-2
 
@@ -397,8 +393,8 @@ def test_vmap(error):
         return jax.grad(loss, (0, 1))(query, ridge)
 
     args = (arrays["query"], arrays["key"], arrays["rhs"], ridges, ids, jnp.float32(cotangent))
-    batched = jax.jit(jax.vmap(one), compiler_options=QUICK)(*args)
-    one = jax.jit(one, compiler_options=QUICK)
+    batched = jax.jit(jax.vmap(one))(*args)
+    one = jax.jit(one)
     for b in range(3):
         for actual, expected in zip(batched, one(*(x[b] for x in args))):
             assert error(actual[b], expected) < 1e-5

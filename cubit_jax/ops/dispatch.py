@@ -13,14 +13,9 @@ from typing import Any
 import jax
 from absl import logging
 
-# Kernels that implementation=None does not take, and why; "pallas" by name does. To be emptied when
-# `python -m experiments.gpu_check` has passed on a GPU.
-UNPROVEN = {
-    (
-        "kernel_solve",
-        "gpu",
-    ): "the kernel waits across thread blocks and has never run on one (experiments.gpu_check)",
-}
+# (op, platform) whose kernel implementation=None does not take, and why; "pallas" by name takes it. The GPU kernel
+# waits across thread blocks. Its entry goes when `python -m experiments.gpu_check` has passed on a GPU.
+UNPROVEN = {("kernel_solve", "gpu"): "it has never run on a GPU (experiments.gpu_check)"}
 
 _backend = contextvars.ContextVar("backend", default=None)
 _interpret = contextvars.ContextVar("interpret", default=None)

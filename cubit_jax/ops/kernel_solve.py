@@ -32,8 +32,8 @@ def kernel_solve(
     With ridge (Cubit, arXiv 2605.06501, eq. 13): (P + ridge I) u = rhs, row i sees itself.
     With beta (DeltaFormer, arXiv 2505.19488): (I + diag(beta) P) u = rhs, row i sees only the rows before it.
     A row that sees nothing has P = 0: its u is rhs / ridge (0 if the ridge is 0), or rhs in the beta form. What stands
-    in padding, even NaN, reaches no other row. A row that overflows reaches the rows that see it and no other (not
-    checked with a layout).
+    in padding, even NaN, reaches no other row. A row that overflows reaches the rows that see it and no other; with a
+    layout no row before it, but it may reach later documents.
 
     Args:
       query, key: [B, L, H, K]; Cubit's r and rn, DeltaFormer's w and k.
@@ -45,7 +45,7 @@ def kernel_solve(
       window: int or None: i sees j only if i - j < window.
       scale: number, of the scores.
       block_size: rows and columns of a tile; None lets the implementation choose. Only speed and memory depend on it.
-      implementation: None, "reference", "xla" or "pallas".
+      implementation: None, "reference", "xla" or "pallas"; what None takes on a GPU: `dispatch.UNPROVEN`.
       layout: None, or the ops.Layout by which devices share the rows: each then passes and gets its own rows.
 
     Returns:

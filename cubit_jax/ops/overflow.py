@@ -63,11 +63,12 @@ def _row_by_row(query, key, values, start, segment_ids, rhs, ridge, beta, *, win
         None if x is None else x.astype(dtype) for x in (query, key, values, rhs, ridge, beta)
     )
     columns = jnp.arange(key.shape[1])
-    batch = jnp.arange(query.shape[0])
 
     def row(values, t):
         index = start + t
-        own_segment = None if segment_ids is None else segment_ids[batch, index][:, None]
+        # By masks and not by indices of the batch, which would be exchanged between devices that divide it.
+        own = columns == index[:, None]
+        own_segment = None if segment_ids is None else jnp.sum(jnp.where(own, segment_ids, 0), axis=1, keepdims=True)
         mask = masks.visible(
             index[:, None], columns, own_segment, segment_ids, window=window, strict=beta is not None
         ).swapaxes(1, 2)[..., None]  # [B, M, 1, 1]
@@ -75,13 +76,13 @@ def _row_by_row(query, key, values, start, segment_ids, rhs, ridge, beta, *, win
         weights = masks.masked_softmax(scores, mask[..., 0].swapaxes(1, 2)).swapaxes(1, 2)[..., None]
         if rhs is None:
             return values, jnp.sum(weights * values, axis=1, where=weights > 0)
-        own = (columns == index[:, None])[..., None, None]
+        own = own[..., None, None]
         summed = jnp.sum(weights * values, axis=1, where=(weights > 0) & ~own)
         if beta is None:
             pivot = jnp.sum(weights, axis=1, where=own) + ridge[:, None]
             out = jnp.where(pivot == 0, 0, (rhs[:, t] - summed) / jnp.where(pivot == 0, 1, pivot))
         else:
             out = rhs[:, t] - beta[:, t, :, None] * summed
-        return values.at[batch, index].set(out, mode="drop"), out
+        return jnp.where(own, out[:, None], values), out
 
     return jnp.moveaxis(jax.lax.scan(row, values, jnp.arange(query.shape[1]))[1], 0, 1)

@@ -78,6 +78,7 @@ def test_prefill_then_token_by_token(mixer, error):
         assert error(logits[: LENGTH - split, row, 0], full[row, split:]) <= 1e-4
 
 
+@pytest.mark.full
 def test_three_uneven_pieces_of_unequal_rows(error):
     config, model, params = make(tuple(DECODING), num_layers=len(DECODING))
     length = 60

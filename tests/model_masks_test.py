@@ -11,8 +11,14 @@ from cubit_jax.layers import MIXERS
 from cubit_jax.model import LanguageModel, ModelConfig
 
 LENGTH, FIRST = 44, 17
+# The solve of DeltaFormer is Cubit's; its rows here are left to the full tier.
+CAUSAL = [pytest.param(mixer, marks=[pytest.mark.full] if mixer == "deltaformer" else []) for mixer in MIXERS]
 BACKENDS = [
-    pytest.param(mixer, implementation, marks=[pytest.mark.full] if implementation == "reference" else [])
+    pytest.param(
+        mixer,
+        implementation,
+        marks=[pytest.mark.full] if implementation == "reference" or mixer == "deltaformer" else [],
+    )
     for mixer in MIXERS
     for implementation in ("reference", "xla")
 ]
@@ -173,7 +179,7 @@ def suffixes(mixer):
     return tokens, np.asarray(run(0)[1]), lambda position: np.asarray(run(position)[0])
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", CAUSAL)
 def test_prefixes_do_not_depend_on_suffixes(mixer, error):
     _, logits, _ = suffixes(mixer)
     for row, prefix in enumerate(PREFIXES, 1):
@@ -181,7 +187,7 @@ def test_prefixes_do_not_depend_on_suffixes(mixer, error):
         assert np.abs(logits[row, prefix:] - logits[0, prefix:]).max() > 1e-2
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", CAUSAL)
 def test_gradient_of_an_output_stops_at_its_position(mixer):
     tokens, _, reached = suffixes(mixer)
     for position in (0, 31, 64, 99, LONG - 1):

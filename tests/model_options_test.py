@@ -57,6 +57,7 @@ def train_with():
     return run
 
 
+@pytest.mark.full
 def test_advice_on_an_option_that_no_layer_has_works_when_followed(train_with):
     commands = [
         ["--config=configs/cubit.py:tiny", RECURSIONS],

@@ -104,6 +104,7 @@ def test_half_precision_reference_sees_rounded_inputs():
     np.testing.assert_allclose(out[0, :, 0], weights @ v, atol=1e-12)
 
 
+@pytest.mark.full
 def test_program_writes_its_files(tmp_path):
     done = run(
         "experiments.benchmark",
@@ -171,6 +172,7 @@ def test_a_setting_of_cem_is_checked_and_timed():
     assert record["temporary_bytes"] <= record["memory_bytes"] and record["flops_per_second"] is None
 
 
+@pytest.mark.full
 def test_training_steps_of_a_config_are_timed(micro_config):
     config = micro_config("cem", **{"model.implementation": "reference"})
     (record,) = train_steps.measure({"cem": config}, rounds=2)

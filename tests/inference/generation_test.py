@@ -59,6 +59,7 @@ def test_greedy_is_argmax_of_the_full_forward(trained, greedy):
     np.testing.assert_array_equal(count, [NEW] * 3)
 
 
+@pytest.mark.full
 def test_padding_of_prompts_is_not_read(trained, greedy):
     model, params, tokens = trained
     for row, length in enumerate(LENGTHS):
@@ -71,6 +72,7 @@ def test_top_k_1_is_greedy(trained, greedy):
     np.testing.assert_array_equal(generate(trained, temperature=1.5, top_k=1, seed=4)[0], greedy)
 
 
+@pytest.mark.full
 def test_seeds_repeat_and_differ(trained, greedy):
     hot = {"temperature": 30.0}
     first, again, other = (generate(trained, seed=seed, **hot)[0] for seed in (1, 1, 2))

@@ -195,7 +195,9 @@ def test_initial_step_size_is_one_over_the_recursions():
         assert params["step_size"] == jnp.float32(first)
 
 
-@pytest.mark.parametrize("recursions", [1, pytest.param(8, marks=pytest.mark.full), 64])
+@pytest.mark.parametrize(
+    "recursions", [1, pytest.param(8, marks=pytest.mark.full), pytest.param(64, marks=pytest.mark.full)]
+)
 def test_deep_recursion_stays_bounded_at_initialization(recursions):
     config = ModelConfig(
         vocab_size=50,

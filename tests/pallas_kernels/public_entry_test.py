@@ -49,7 +49,7 @@ def test_lowered_for_a_gpu_it_has_the_kernels_by_name():
 
 
 @pytest.mark.parametrize(
-    ("platform", "reason"), [("tpu", "the TPU kernel"), ("gpu", "the kernel waits across thread blocks")]
+    ("platform", "reason"), [("tpu", "the TPU kernel"), ("gpu", "it has never run on a GPU")]
 )
 def test_what_no_kernel_takes_goes_to_xla_with_one_line(platform, reason, caplog):
     x, ridge = jnp.ones((1, 4, 1, 300)), jnp.ones(1)

@@ -48,9 +48,7 @@ def test_lowered_for_a_gpu_it_has_the_kernels_by_name():
         assert f'name = "{name}"' in text
 
 
-@pytest.mark.parametrize(
-    ("platform", "reason"), [("tpu", "the TPU kernel"), ("gpu", "it has never run on a GPU")]
-)
+@pytest.mark.parametrize(("platform", "reason"), [("tpu", "the TPU kernel"), ("gpu", "it has never run on a GPU")])
 def test_what_no_kernel_takes_goes_to_xla_with_one_line(platform, reason, caplog):
     x, ridge = jnp.ones((1, 4, 1, 300)), jnp.ones(1)
     caplog.set_level(logging.INFO, logger="absl")

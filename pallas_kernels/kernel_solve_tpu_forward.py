@@ -38,6 +38,7 @@ from pallas_kernels.kernel_solve_tpu_tiles import (
     fold_lanes,
     fold_sublanes,
     head,
+    identity,
     in_hbm,
     iota,
     masked,
@@ -96,9 +97,8 @@ def forward(
     s = settings
     batch, length, width = query.shape
     groups = width // (s.heads * s.head_dim)  # groups of heads
-    row_ids, column_ids = segments if s.segmented else (None, None)
     arrays = {"query": query, "key": key, "rhs": rhs, "ridge": ridge, "beta": beta}
-    arrays |= {"row_ids": row_ids, "column_ids": column_ids}
+    arrays |= dict(zip(("row_ids", "column_ids"), segments or ()))
     arrays = {name: x for name, x in arrays.items() if x is not None}
     shape = output_type(arrays.values(), interpret)
     if residuals:
@@ -156,9 +156,8 @@ def _specs(s, groups, residuals):
     lane_row = pl.BlockSpec((1, s.heads, s.rows), lambda g, i, j: (g, 0, i))
     u_by_head = pl.BlockSpec((1, s.rows, 1, s.heads, s.head_dim), lambda g, i, j: (g_batch(g), i, g_lane(g), 0, 0))
     return {
-        "query": rows(tile_lanes),
+        **dict.fromkeys(("query", "rhs", "row_sum"), rows(tile_lanes)),
         "key": pl.BlockSpec((1, s.columns, tile_lanes), lambda g, i, j: (g_batch(g), column_block(i, j), g_lane(g))),
-        "rhs": rows(tile_lanes),
         "ridge": pl.BlockSpec(memory_space=pltpu.SMEM),
         "beta": lane_row,
         "row_ids": pl.BlockSpec((1, 1, s.rows), lambda g, i, j: (g_batch(g), 0, i)),
@@ -166,7 +165,6 @@ def _specs(s, groups, residuals):
         "u": rows(tile_lanes) if residuals else u_by_head,
         "lse": lane_row,
         "inverse": rows(s.heads * LANES),
-        "row_sum": rows(tile_lanes),
     }
 
 
@@ -227,8 +225,7 @@ def _tile(s, refs, i, j, width):
     )
     for h in range(s.heads):
         scores = dot(refs.query[0, :, head(s, h)], refs.key[0, :width, head(s, h)], (1, 1), s.precise) * s.log2_scale
-        maximum, total, weights, rescale = _accumulate(refs, h, slice(None), masked(mask, scores, MASKED))
-        refs.maximum[h], refs.total[h] = maximum, total
+        weights, rescale = _accumulate(refs, h, slice(None), masked(mask, scores, MASKED))
         start = pl.multiple_of(j * s.columns, s.columns)
         refs.weighted[h] = refs.weighted[h] * widen(rescale, s.head_dim) + dot(
             weights.astype(s.dtype), refs.u_low[h, pl.ds(start, width)], precise=s.precise
@@ -236,12 +233,14 @@ def _tile(s, refs, i, j, width):
 
 
 def _accumulate(refs, h, rows, scores):
-    """One step of the running softmax: its new maximum and total, the weights, and the factor of the sum before."""
+    """One step of the running softmax: the unnormalised weights and the factor of what was summed before."""
     before = refs.maximum[h, rows]
-    maximum = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.exp2(scores - widen(maximum, scores.shape[1]))
-    rescale = jnp.exp2(before - maximum)
-    return maximum, refs.total[h, rows] * rescale + fold_lanes(weights), weights, rescale
+    after = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp2(scores - widen(after, scores.shape[1]))
+    rescale = jnp.exp2(before - after)
+    refs.maximum[h, rows] = after
+    refs.total[h, rows] = refs.total[h, rows] * rescale + fold_lanes(weights)
+    return weights, rescale
 
 
 class _Rows(NamedTuple):
@@ -249,9 +248,7 @@ class _Rows(NamedTuple):
 
     weights: jax.Array  # [128, columns before these rows], not normalised; up to these rows if row_sum is wanted
     known: jax.Array  # [128, K], weights times the u of earlier rows
-    norm: jax.Array  # [128, 128] with equal lanes, what makes P of the weights
-    factor: jax.Array  # [128, 128] with equal lanes, c times norm
-    lse: jax.Array  # [128, 128] with equal lanes
+    factor: jax.Array  # [128, 128] with equal lanes, what makes c P of the weights
     system: jax.Array  # [128, 128], D + c P
 
 
@@ -272,9 +269,7 @@ def _diagonal_block(s, refs, group, i, remainder):
     rows = {}
     for h, b in pairs:
         strip = jnp.concatenate([scores[h, c][block(b - c)] for c in range(b + 1)], axis=1)
-        rows[h, b] = _finish_softmax(s, refs, group, h, block(b), _hide(s, refs, b, strip, column_ids))
-        if refs.lse is not None:
-            refs.lse[0, h : h + 1, block(b)] = column_to_row(rows[h, b].lse)
+        rows[h, b] = _finish_softmax(s, refs, group, h, b, _hide(s, refs, b, strip, column_ids))
     # Neighbours share products: heads of the same rows, so that what is not finite there spoils no row before these.
     pairs = [(h, b) for b in blocks for h in range(s.heads)]
     inverses = dict(zip(pairs, invert([rows[pair].system for pair in pairs], s.precise)))
@@ -301,28 +296,38 @@ def _hide(s, refs, b, scores, column_ids):
     return jnp.concatenate([scores[:, : b * LANES], edge], axis=1) if b else edge
 
 
-def _finish_softmax(s, refs, group, h, rows, scores):
-    """The last step of the softmax of 128 rows: scores [128, earlier columns of the row block and these] -> _Rows."""
-    maximum, total, weights, rescale = _accumulate(refs, h, rows, scores)
-    known = refs.weighted[h, rows] * widen(rescale, s.head_dim)
-    before = weights if refs.row_sum is not None else weights[:, :-LANES]
-    own = weights[:, -LANES:]
-    norm = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), (LANES, LANES))
-    lse = maximum + jnp.log(norm) * LOG2_E
-    seen = None
+def _finish_softmax(s, refs, group, h, b, scores):
+    """The last step of the softmax of 128 rows: scores [128, columns up to and with these rows] -> _Rows.
+
+    From here on `weighted` holds the sum in the final scale, and `total` what makes P of the weights, in every lane.
+    """
+    weights, rescale = _accumulate(refs, h, block(b), scores)
+    known = refs.weighted[h, block(b)] * widen(rescale, s.head_dim)
+    refs.weighted[h, block(b)] = known
+    norm = jnp.broadcast_to(jnp.sum(refs.total[h, block(b)], axis=1, keepdims=True), (LANES, LANES))
+    lse = refs.maximum[h, block(b)] + jnp.log(norm) * LOG2_E
     if s.strict or s.segmented:  # some rows see nothing
         seen = norm > 0
         norm = jnp.where(seen, 1.0 / jnp.where(seen, norm, 1.0), 0.0)
         lse = jnp.where(seen, lse, UNSEEN)
     else:
         norm = 1.0 / norm
-    identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
+    refs.total[h, block(b)] = norm
+    if refs.lse is not None:
+        refs.lse[0, h : h + 1, block(b)] = column_to_row(lse)
+    before = weights if refs.row_sum is not None else weights[:, : b * LANES]
+    return _Rows(before, known, *_system(s, refs, group, h, block(b), weights[:, block(b)], norm))
+
+
+def _system(s, refs, group, h, rows, own, norm):
+    """(factor, system) of _Rows, from the weights of the rows among themselves."""
     if s.strict:
         factor = norm * row_to_column(refs.beta[0, h : h + 1, rows])
-        return _Rows(before, known, norm, factor, lse, own * factor + identity)
-    # Rows of padding see nothing: any D but zero solves for their u, which is zero.
-    ridge = masked(seen, refs.ridge[group * s.heads + h], 1.0) * identity
-    return _Rows(before, known, norm, norm, lse, own * norm + ridge)
+        return factor, own * factor + identity()
+    ridge = refs.ridge[group * s.heads + h]
+    if s.segmented:  # padding sees nothing, and its u is 0 for any D but 0
+        ridge = jnp.where(norm > 0, ridge, 1.0)
+    return norm, own * norm + ridge * identity()
 
 
 def _solve_blocks(s, refs, u_low, rows, inverses):
@@ -346,11 +351,11 @@ def _solve_blocks(s, refs, u_low, rows, inverses):
                 below = dot(below.astype(s.dtype), u_low[h, block(b)], precise=s.precise)
                 for c in later:
                     known[h, c] = known[h, c] + below[block(c - later[0])]
-            _write(s, refs, h, block(b), u, inverses[h, b], rows[h, b].norm, known[h, b])
+            _write(s, refs, h, block(b), u, inverses[h, b], known[h, b])
     return jnp.sum(size)
 
 
-def _write(s, refs, h, rows, u, inverse, norm, known):
+def _write(s, refs, h, rows, u, inverse, known):
     """Writes the outputs of 128 rows of one head, except lse; known is weights times u up to and with these rows."""
     if refs.inverse is None:
         refs.u[0, rows, 0, h] = u
@@ -358,40 +363,37 @@ def _write(s, refs, h, rows, u, inverse, norm, known):
     refs.u[0, rows, head(s, h)] = u
     refs.inverse[0, rows, h * LANES : (h + 1) * LANES] = inverse
     if refs.row_sum is not None:
-        refs.row_sum[0, rows, head(s, h)] = (widen(norm, s.head_dim) * known).astype(s.dtype)
+        refs.row_sum[0, rows, head(s, h)] = (widen(refs.total[h, rows], s.head_dim) * known).astype(s.dtype)
 
 
 def _solve_again(s, refs, group, key, column_ids, u_low):
     """Solves the row block by substitution, 128 rows after 128 rows: many steps, but no row depends on a later one."""
     column = iota((LANES, s.rows), 1)
     row_of_u = iota((s.rows, s.head_dim), 0)
-    identity = (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
 
     def solve(b, _):
         first = pl.multiple_of(b * LANES, LANES)
         rows = pl.ds(first, LANES)
         row_ids = refs.row_segments[rows] if s.segmented else None
+
+        def weights(h, columns, offset, seen):
+            scores = dot(refs.query[0, rows, head(s, h)], key[columns, head(s, h)], (1, 1), s.precise) * s.log2_scale
+            ids = column_ids[:, columns] if s.segmented else None
+            scores = masked(visible(s, scores.shape, 0, offset, row_ids, ids), scores, MASKED)
+            return jnp.exp2(jnp.where(seen, scores, MASKED) - widen(refs.maximum[h, rows], scores.shape[1]))
+
         for h in range(s.heads):
-            query = refs.query[0, rows, head(s, h)]
-            before = dot(query, key[:, head(s, h)], (1, 1), s.precise) * s.log2_scale
-            ids = column_ids[:, :] if s.segmented else None
-            before = masked(visible(s, before.shape, 0, first, row_ids, ids), before, MASKED)
-            own = dot(query, key[rows, head(s, h)], (1, 1), s.precise) * s.log2_scale
-            ids = column_ids[:, rows] if s.segmented else None
-            own = masked(visible(s, own.shape, 0, 0, row_ids, ids), own, MASKED)
-            own = jnp.where(causal(0, s.strict), own, MASKED)
-            scores = jnp.concatenate([jnp.where(column < first, before, MASKED), own], axis=1)
-            these = _finish_softmax(s, refs, group, h, rows, scores)
-            # Not yet solved, so perhaps not finite, and zero weights would not hide that.
+            own = weights(h, rows, 0, causal(0, s.strict))
+            factor, system = _system(s, refs, group, h, rows, own, refs.total[h, rows])
+            # What is not solved yet is perhaps not finite, and zero weights would not hide that.
             u_before = jnp.where(row_of_u < first, u_low[h], jnp.zeros((), s.dtype))
-            weights = these.weights[:, : s.rows].astype(s.dtype)
-            known = these.known + dot(weights, u_before, precise=s.precise)
-            target = refs.rhs[0, rows, head(s, h)].astype(jnp.float32) - widen(these.factor, s.head_dim) * known
-            solved = substitute(these.system, jnp.concatenate([identity, target], axis=1))
-            inverse, u = solved[:, :LANES], solved[:, LANES:]
+            before = weights(h, slice(None), first, column < first).astype(s.dtype)
+            known = refs.weighted[h, rows] + dot(before, u_before, precise=s.precise)
+            target = refs.rhs[0, rows, head(s, h)].astype(jnp.float32) - widen(factor, s.head_dim) * known
+            inverse, u = jnp.split(substitute(system, jnp.concatenate([identity(), target], axis=1)), [LANES], axis=1)
             u_low[h, rows] = u.astype(s.dtype)
             if refs.row_sum is not None:
-                known = known + dot(these.weights[:, s.rows :].astype(s.dtype), u_low[h, rows], precise=s.precise)
-            _write(s, refs, h, rows, u, inverse, these.norm, known)
+                known = known + dot(own.astype(s.dtype), u_low[h, rows], precise=s.precise)
+            _write(s, refs, h, rows, u, inverse, known)
 
     jax.lax.fori_loop(0, s.rows // LANES, solve, None)

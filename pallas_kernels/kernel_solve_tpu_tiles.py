@@ -219,6 +219,11 @@ def visible(
     return mask
 
 
+def identity() -> jax.Array:
+    """[128, 128] float32."""
+    return (iota((LANES, LANES), 0) == iota((LANES, LANES), 1)).astype(jnp.float32)
+
+
 def causal(row_axis: int, strict: bool) -> jax.Array:
     """Mask of a [128, 128] block on the diagonal."""
     row, column = iota((LANES, LANES), row_axis), iota((LANES, LANES), 1 - row_axis)
